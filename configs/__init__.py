@@ -1,0 +1,1 @@
+"""One frozen config a file; found by file name, imported on demand."""

@@ -1,0 +1,427 @@
+"""Frozen, hashable, validated configurations, with Hugging Face field names."""
+
+import dataclasses
+import importlib
+import math
+import pathlib
+import pkgutil
+from typing import Any
+
+from kdtree_jax.errors import UserError
+
+
+def _require(condition: bool, message: str) -> None:
+  if not condition:
+    raise UserError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+  """YaRN. `None` in the three optional fields means "not in the config"."""
+
+  factor: float
+  original_max_position_embeddings: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  mscale: float | None = None
+  mscale_all_dim: float | None = None
+  attention_factor: float | None = None
+
+  def __post_init__(self):
+    _require(self.factor >= 1, f'rope_scaling.factor={self.factor} is below 1')
+    _require(
+      self.original_max_position_embeddings > 0,
+      'rope_scaling.original_max_position_embeddings must be positive',
+    )
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+  """YaRN's magnitude correction `0.1 * mscale * ln(factor) + 1`."""
+  return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+  """A DeepSeek-V2/V3 type target: MLA attention, dense or MoE layers.
+
+  Field names and meanings are those of Hugging Face configs. Three differ:
+  `latent_norm_eps` is the eps of `q_a_layernorm` and `kv_a_layernorm`, which
+  transformers fixes at 1e-6 whatever `rms_norm_eps` says; `rope_scaling` is
+  YaRN or None; `eos_token_id` is always a tuple. `n_routed_experts=0` makes
+  every layer dense. `mlp_layer_types`, where given, wins over
+  `first_k_dense_replace` and `moe_layer_freq`.
+  """
+
+  vocab_size: int
+  hidden_size: int
+  num_hidden_layers: int
+  num_attention_heads: int
+  q_lora_rank: int | None
+  kv_lora_rank: int
+  qk_nope_head_dim: int
+  qk_rope_head_dim: int
+  v_head_dim: int
+  intermediate_size: int
+  moe_intermediate_size: int = 0
+  n_routed_experts: int = 0
+  num_experts_per_tok: int = 0
+  n_shared_experts: int = 0
+  first_k_dense_replace: int = 0
+  moe_layer_freq: int = 1
+  mlp_layer_types: tuple[str, ...] | None = None
+  n_group: int = 1
+  topk_group: int = 1
+  topk_method: str = 'noaux_tc'
+  scoring_func: str = 'sigmoid'
+  norm_topk_prob: bool = True
+  routed_scaling_factor: float = 1.0
+  rms_norm_eps: float = 1e-6
+  latent_norm_eps: float = 1e-6
+  rope_theta: float = 10000.0
+  rope_scaling: RopeScaling | None = None
+  rope_interleave: bool = True
+  attention_bias: bool = False
+  tie_word_embeddings: bool = False
+  max_position_embeddings: int = 4096
+  eos_token_id: tuple[int, ...] = ()
+
+  def __post_init__(self):
+    for name in (
+      'vocab_size hidden_size num_hidden_layers num_attention_heads '
+      'kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim '
+      'intermediate_size max_position_embeddings moe_layer_freq'
+    ).split():
+      _require(getattr(self, name) > 0, f'{name} must be positive')
+    _require(
+      self.q_lora_rank is None or self.q_lora_rank > 0,
+      'q_lora_rank must be positive or null',
+    )
+    _require(
+      self.qk_rope_head_dim % 2 == 0,
+      f'qk_rope_head_dim={self.qk_rope_head_dim} must be even',
+    )
+    for token in self.eos_token_id:
+      _require(
+        0 <= token < self.vocab_size,
+        f'eos_token_id {token} is outside the vocabulary of {self.vocab_size}',
+      )
+    if self.mlp_layer_types is not None:
+      _require(
+        len(self.mlp_layer_types) == self.num_hidden_layers,
+        f'mlp_layer_types has {len(self.mlp_layer_types)} entries for '
+        f'{self.num_hidden_layers} layers',
+      )
+      _require(
+        set(self.mlp_layer_types) <= {'dense', 'sparse'},
+        "mlp_layer_types may hold 'dense' and 'sparse' only",
+      )
+    if any(self.is_moe_layer(i) for i in range(self.num_hidden_layers)):
+      self._check_experts()
+
+  def _check_experts(self) -> None:
+    experts, groups = self.n_routed_experts, self.n_group
+    _require(
+      self.moe_intermediate_size > 0, 'moe_intermediate_size must be positive'
+    )
+    _require(self.n_shared_experts >= 0, 'n_shared_experts is negative')
+    _require(
+      self.scoring_func in ('sigmoid', 'softmax'),
+      f'scoring_func={self.scoring_func!r} is neither sigmoid nor softmax',
+    )
+    methods = ('noaux_tc', 'greedy', 'group_limited_greedy')
+    _require(
+      self.topk_method in methods,
+      f'topk_method={self.topk_method!r} is none of {", ".join(methods)}',
+    )
+    _require(
+      groups >= 1 and experts % groups == 0,
+      f'n_group={groups} does not divide n_routed_experts={experts}',
+    )
+    _require(
+      1 <= self.topk_group <= groups,
+      f'topk_group={self.topk_group} is not in 1..n_group={groups}',
+    )
+    reachable = experts
+    if self.topk_method != 'greedy':
+      reachable = experts // groups * self.topk_group
+    _require(
+      1 <= self.num_experts_per_tok <= reachable,
+      f'num_experts_per_tok={self.num_experts_per_tok} is not in '
+      f'1..{reachable}, the experts that the router can reach',
+    )
+    _require(
+      self.topk_method != 'noaux_tc' or groups == 1 or experts // groups >= 2,
+      'noaux_tc scores a group by its two best experts; groups have one',
+    )
+
+  @property
+  def qk_head_dim(self) -> int:
+    return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+  @property
+  def latent_dim(self) -> int:
+    """Values cached per token and layer: the latent and the shared k_rope."""
+    return self.kv_lora_rank + self.qk_rope_head_dim
+
+  @property
+  def softmax_scale(self) -> float:
+    """`qk_head_dim ** -0.5`, times YaRN's mscale squared if it is set."""
+    scale = self.qk_head_dim**-0.5
+    yarn = self.rope_scaling
+    if yarn is not None and yarn.mscale_all_dim:
+      scale *= yarn_mscale(yarn.factor, yarn.mscale_all_dim) ** 2
+    return scale
+
+  def is_moe_layer(self, layer: int) -> bool:
+    if self.n_routed_experts == 0:
+      return False
+    if self.mlp_layer_types is not None:
+      return self.mlp_layer_types[layer] == 'sparse'
+    return (
+      layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+    )
+
+  def reduced(self) -> 'ModelConfig':
+    """The same switches at sizes that a CPU test can afford.
+
+    Every feature that is on stays on: q_lora, groups, shared experts, YaRN,
+    dense and sparse layers, and which of two head dims is the larger.
+    """
+    layers = min(self.num_hidden_layers, 3)
+    types = tuple(
+      'sparse' if self.is_moe_layer(i) else 'dense'
+      for i in range(self.num_hidden_layers)
+    )
+    # The first dense layers and the first sparse ones, in the model's order.
+    first_sparse = types.index('sparse') if 'sparse' in types else 0
+    start = max(0, min(first_sparse - 1, self.num_hidden_layers - layers))
+    groups = min(self.n_group, 4)
+    experts = groups * min(self.n_routed_experts // self.n_group, 4)
+    order = sorted({self.qk_nope_head_dim, self.v_head_dim})
+    head_dims = {dim: 8 + 4 * order.index(dim) for dim in order}
+    return dataclasses.replace(
+      self,
+      vocab_size=min(self.vocab_size, 61),
+      hidden_size=min(self.hidden_size, 32),
+      num_hidden_layers=layers,
+      num_attention_heads=min(self.num_attention_heads, 3),
+      q_lora_rank=self.q_lora_rank and min(self.q_lora_rank, 12),
+      kv_lora_rank=min(self.kv_lora_rank, 12),
+      qk_nope_head_dim=head_dims[self.qk_nope_head_dim],
+      qk_rope_head_dim=min(self.qk_rope_head_dim, 8),
+      v_head_dim=head_dims[self.v_head_dim],
+      intermediate_size=min(self.intermediate_size, 40),
+      moe_intermediate_size=min(self.moe_intermediate_size, 20),
+      n_routed_experts=experts,
+      num_experts_per_tok=min(self.num_experts_per_tok, 2),
+      n_shared_experts=min(self.n_shared_experts, 2),
+      mlp_layer_types=types[start : start + layers],
+      n_group=groups,
+      topk_group=min(self.topk_group, groups),
+      max_position_embeddings=min(self.max_position_embeddings, 512),
+      eos_token_id=(),
+    )
+
+  def to_dict(self) -> dict[str, Any]:
+    """JSON-ready fields; `from_dict` is the inverse."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_dict(cls, fields: dict[str, Any]) -> 'ModelConfig':
+    """Rebuilds a config from `to_dict`.
+
+    Raises:
+      UserError: an unknown, missing or ill-typed field, by name.
+    """
+    fields = check_fields(cls, fields)
+    if fields.get('rope_scaling') is not None:
+      fields['rope_scaling'] = RopeScaling(
+        **check_fields(RopeScaling, fields['rope_scaling'])
+      )
+    for name in ('mlp_layer_types', 'eos_token_id'):
+      if fields.get(name) is not None:
+        fields[name] = tuple(fields[name])
+    return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+  """A DFlash drafter: Qwen3-type layers over a block of masks.
+
+  `target_layer_ids` are 0-based decoder layers whose raw output is tapped.
+  """
+
+  hidden_size: int
+  num_hidden_layers: int
+  num_attention_heads: int
+  num_key_value_heads: int
+  head_dim: int
+  intermediate_size: int
+  vocab_size: int
+  block_size: int
+  mask_token_id: int
+  target_layer_ids: tuple[int, ...]
+  num_target_layers: int
+  rms_norm_eps: float = 1e-6
+  rope_theta: float = 10000.0
+  rope_scaling: RopeScaling | None = None
+  attention_bias: bool = False
+  max_position_embeddings: int = 4096
+
+  def __post_init__(self):
+    for name in (
+      'hidden_size num_hidden_layers num_attention_heads num_key_value_heads '
+      'head_dim intermediate_size vocab_size block_size'
+    ).split():
+      _require(getattr(self, name) > 0, f'{name} must be positive')
+    _require(
+      self.num_attention_heads % self.num_key_value_heads == 0,
+      f'num_key_value_heads={self.num_key_value_heads} does not divide '
+      f'num_attention_heads={self.num_attention_heads}',
+    )
+    _require(self.head_dim % 2 == 0, f'head_dim={self.head_dim} must be even')
+    _require(len(self.target_layer_ids) > 0, 'target_layer_ids is empty')
+    for layer in self.target_layer_ids:
+      _require(
+        0 <= layer < self.num_target_layers,
+        f'target_layer_ids holds {layer}, but the target has '
+        f'{self.num_target_layers} layers',
+      )
+    _require(
+      0 <= self.mask_token_id < self.vocab_size,
+      f'mask_token_id={self.mask_token_id} is outside the vocabulary of '
+      f'{self.vocab_size}',
+    )
+
+  def to_dict(self) -> dict[str, Any]:
+    """JSON-ready fields; `from_dict` is the inverse."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_dict(cls, fields: dict[str, Any]) -> 'DrafterConfig':
+    """Rebuilds a config from `to_dict`.
+
+    Raises:
+      UserError: an unknown, missing or ill-typed field, by name.
+    """
+    fields = check_fields(cls, fields)
+    if fields.get('rope_scaling') is not None:
+      fields['rope_scaling'] = RopeScaling(
+        **check_fields(RopeScaling, fields['rope_scaling'])
+      )
+    fields['target_layer_ids'] = tuple(fields['target_layer_ids'])
+    return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+  """The static shape of a decoding program.
+
+  Attributes:
+    tree_budget: draft nodes verified a round, the root not counted.
+    draft_depth: D, the positions drafted a round: block_size - 1.
+    tree_policy: name in the registry of kind `tree_policy`.
+    capacity: most tokens (prompt and output) that a row may hold.
+    prefill_chunk: prompt tokens a prefill step takes.
+    kernels: `auto`, or the implementation that every kernel must use.
+  """
+
+  tree_budget: int
+  draft_depth: int
+  tree_policy: str = 'best_first'
+  capacity: int = 512
+  prefill_chunk: int = 64
+  kernels: str = 'auto'
+
+  def __post_init__(self):
+    _require(
+      self.tree_budget >= 0, f'tree_budget={self.tree_budget} is negative'
+    )
+    _require(
+      0 <= self.draft_depth <= MAX_DRAFT_DEPTH,
+      f'block_size={self.draft_depth + 1} is not in 1..{MAX_DRAFT_DEPTH + 1}',
+    )
+    _require(self.capacity >= 1, f'capacity={self.capacity} is below 1')
+    _require(
+      1 <= self.prefill_chunk, f'prefill_chunk={self.prefill_chunk} is below 1'
+    )
+
+  @property
+  def cache_rows(self) -> int:
+    """S: the capacity and slack for one write of fixed width behind it."""
+    return self.capacity + max(self.draft_depth + 1, self.prefill_chunk)
+
+  @property
+  def implementation(self) -> str | None:
+    """`kernels` in the words of `pallas_kernels`."""
+    return None if self.kernels == 'auto' else self.kernels
+
+
+# Path scores are sums in fixed point that fit 32 bits up to this depth.
+MAX_DRAFT_DEPTH = 31
+
+
+def check_fields(cls, fields: Any) -> dict[str, Any]:
+  """A copy of `fields` if they suit the dataclass `cls` by name and JSON type.
+
+  Raises:
+    UserError: an unknown, missing or ill-typed field, by name.
+  """
+  _require(isinstance(fields, dict), f'{cls.__name__}: not a JSON object')
+  known = {f.name: f for f in dataclasses.fields(cls)}
+  unknown = sorted(set(fields) - set(known))
+  _require(not unknown, f'{cls.__name__}: unknown fields {", ".join(unknown)}')
+  missing = [
+    name
+    for name, f in known.items()
+    if f.default is dataclasses.MISSING and name not in fields
+  ]
+  _require(not missing, f'{cls.__name__}: missing {", ".join(missing)}')
+  for name, value in fields.items():
+    kind = known[name].type
+    if not _fits(value, str(kind)):
+      raise UserError(f'{cls.__name__}: {name}={value!r} is not {kind}')
+  return dict(fields)
+
+
+def _fits(value: Any, annotation: str) -> bool:
+  """Whether a JSON value suits a field of this (stringified) type."""
+  if value is None:
+    return 'None' in annotation
+  if isinstance(value, bool):
+    return 'bool' in annotation
+  if isinstance(value, int):
+    return 'int' in annotation or 'float' in annotation
+  if isinstance(value, float):
+    return 'float' in annotation and math.isfinite(value)
+  if isinstance(value, str):
+    return annotation == "<class 'str'>"
+  if isinstance(value, list | tuple):
+    inner = int if 'tuple[int' in annotation else str
+    return 'tuple' in annotation and all(type(v) is inner for v in value)
+  return 'RopeScaling' in annotation and isinstance(value, dict)
+
+
+def config_names() -> tuple[str, ...]:
+  """Names of the files in `configs/`."""
+  package = importlib.import_module('configs')
+  return tuple(
+    sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+  )
+
+
+def load_config(name: str) -> ModelConfig:
+  """The `CONFIG` of `configs/<name>.py`.
+
+  Raises:
+    UserError: no such file; the message lists those that exist.
+  """
+  known = config_names()
+  if name not in known:
+    raise UserError(f'unknown config {name!r}; known: {", ".join(known)}')
+  return importlib.import_module(f'configs.{name}').CONFIG
+
+
+def bundled(name: str) -> pathlib.Path:
+  """Path of a bundle that ships inside the package."""
+  return pathlib.Path(__file__).parent / 'data' / f'{name}.kdtr'

@@ -1,0 +1,23 @@
+"""The loop: state, one pure round, and the drivers that share it."""
+
+from kdtree_jax.decode.engine import Engine
+from kdtree_jax.decode.generate import (
+  GenerateResult,
+  RoundRecord,
+  StageTimes,
+  profile,
+  stream,
+)
+from kdtree_jax.decode.state import DecodeState, RoundStats, init_state
+
+__all__ = (
+  'DecodeState',
+  'Engine',
+  'GenerateResult',
+  'RoundRecord',
+  'RoundStats',
+  'StageTimes',
+  'init_state',
+  'profile',
+  'stream',
+)

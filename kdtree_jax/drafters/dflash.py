@@ -1,0 +1,277 @@
+"""DFlash: one forward drafts a whole block, conditioned on target features.
+
+Qwen3-type layers over the block [root, MASK, ...]. Keys and values are those
+of the block and of the context, which is projected from the target's hidden
+states; the context's are computed once, when its tokens are committed.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kdtree_jax.config import DrafterConfig, ModelConfig
+from kdtree_jax.drafters.base import TargetHead
+from kdtree_jax.model.layers import Linear, RMSNorm, SwiGLU
+from kdtree_jax.model.rope import apply_rope, rope_tables
+from kdtree_jax.registry import register
+from pallas_kernels.cache_compact.api import cache_compact
+
+
+def default_target_layer_ids(
+  num_target_layers: int, num_taps: int
+) -> tuple[int, ...]:
+  """z-lab's default taps: evenly spaced between layer 1 and the third last."""
+  if num_taps == 1:
+    return (num_target_layers // 2,)
+  step = (num_target_layers - 4) / (num_taps - 1)
+  return tuple(int(round(1 + i * step)) for i in range(num_taps))
+
+
+@flax.struct.dataclass
+class DFlashState:
+  """Projected context.
+
+  Attributes:
+    context: `[layers, B, S, 2 * num_key_value_heads * head_dim]`: rotated keys
+      and values side by side; rows from the committed length on are garbage.
+  """
+
+  context: jax.Array
+
+
+class DFlashAttention(nn.Module):
+  """Grouped-query attention from the block to the context and the block."""
+
+  config: DrafterConfig
+  dtype: Any
+
+  def setup(self):
+    c = self.config
+    kv, q = c.num_key_value_heads, c.num_attention_heads
+
+    def linear(features):
+      return Linear(features, self.dtype, use_bias=c.attention_bias)
+
+    self.q_proj = linear(q * c.head_dim)
+    self.k_proj = linear(kv * c.head_dim)
+    self.v_proj = linear(kv * c.head_dim)
+    self.o_proj = linear(c.hidden_size)
+    self.q_norm = RMSNorm(c.rms_norm_eps, self.dtype)
+    self.k_norm = RMSNorm(c.rms_norm_eps, self.dtype)
+
+  def keys_values(
+    self, x: jax.Array, cos: jax.Array, sin: jax.Array
+  ) -> jax.Array:
+    """`[B, W, H]` -> `[B, W, 2 * kv heads * head_dim]`; keys are rotated."""
+    c = self.config
+    shape = (*x.shape[:2], c.num_key_value_heads, c.head_dim)
+    keys = self.k_norm(self.k_proj(x).reshape(shape))
+    keys = apply_rope(keys, cos, sin, interleave=False)
+    return jnp.concatenate(
+      [keys.reshape(*x.shape[:2], -1), self.v_proj(x)], axis=-1
+    )
+
+  def __call__(
+    self,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    context: jax.Array,
+    length: jax.Array,
+  ) -> jax.Array:
+    """`x [B, W, H]`, `context [B, S, 2 * kv * hd]` -> `[B, W, H]`."""
+    c = self.config
+    batch, width, _ = x.shape
+    kv, group = c.num_key_value_heads, c.num_attention_heads
+    group //= kv
+    queries = self.q_proj(x).reshape(batch, width, -1, c.head_dim)
+    queries = apply_rope(self.q_norm(queries), cos, sin, interleave=False)
+    queries = queries.reshape(batch, width, kv, group, c.head_dim)
+    rows = context.shape[1]
+    seen = jnp.arange(rows, dtype=jnp.int32)[None, :] < length[:, None]
+    block = jnp.ones((batch, width), jnp.bool_)
+    seen = jnp.concatenate([seen, block], axis=1)
+    # What lies behind the length may be anything, NaN included.
+    both = jnp.concatenate([context, self.keys_values(x, cos, sin)], axis=1)
+    both = jnp.where(seen[:, :, None], both, jnp.zeros((), both.dtype))
+    both = both.reshape(batch, rows + width, 2, kv, c.head_dim)
+    keys, values = both[:, :, 0], both[:, :, 1]
+
+    def product(spec, a, b):
+      return jnp.einsum(
+        spec,
+        a,
+        b,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+      )
+
+    scores = product('bqkgd,bskd->bkgqs', queries, keys) * c.head_dim**-0.5
+    scores = jnp.where(seen[:, None, None, None, :], scores, -jnp.inf)
+    probs = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+    out = product('bkgqs,bskd->bqkgd', probs, values).astype(x.dtype)
+    return self.o_proj(out.reshape(batch, width, -1))
+
+
+class DFlashBlock(nn.Module):
+  """A Qwen3 decoder layer whose attention also sees the context."""
+
+  config: DrafterConfig
+  dtype: Any
+
+  def setup(self):
+    c = self.config
+    self.input_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
+    self.self_attn = DFlashAttention(c, self.dtype)
+    self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
+    self.mlp = SwiGLU(c.intermediate_size, self.dtype)
+
+  def __call__(self, hidden, cos, sin, context, length):
+    x = self.input_layernorm(hidden)
+    hidden = hidden + self.self_attn(x, cos, sin, context, length)
+    return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DFlashModel(nn.Module):
+  """The drafter's layers; embedding and head are the target's."""
+
+  config: DrafterConfig
+  dtype: Any = jnp.float32
+
+  def setup(self):
+    c = self.config
+    self.fc = Linear(c.hidden_size, self.dtype)
+    self.hidden_norm = RMSNorm(c.rms_norm_eps, self.dtype)
+    self.layers = [
+      DFlashBlock(c, self.dtype) for _ in range(c.num_hidden_layers)
+    ]
+    self.norm = RMSNorm(c.rms_norm_eps, self.dtype)
+
+  def __call__(
+    self, embedded: jax.Array, state: DFlashState, length: jax.Array
+  ) -> jax.Array:
+    """`[B, block_size, H]` embeddings at `length ..` -> normed hidden."""
+    cos, sin = self._tables(length, embedded.shape[1])
+    hidden = embedded
+    for i, layer in enumerate(self.layers):
+      hidden = layer(hidden, cos, sin, state.context[i], length)
+    return self.norm(hidden)
+
+  def project(self, features: jax.Array, start: jax.Array) -> jax.Array:
+    """`[B, W, F]` features at `start ..` -> `[layers, B, W, 2 * kv * hd]`.
+
+    The projected feature goes to k_proj and v_proj as it is: the layers'
+    input norms see the block only.
+    """
+    cos, sin = self._tables(start, features.shape[1])
+    z = self.hidden_norm(self.fc(features))
+    rows = [layer.self_attn.keys_values(z, cos, sin) for layer in self.layers]
+    return jnp.stack(rows)
+
+  def _tables(self, start, width):
+    c = self.config
+    positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    cos, sin = rope_tables(
+      positions, c.head_dim, c.rope_theta, c.rope_scaling
+    )
+    return cos[:, :, None], sin[:, :, None]
+
+  def initialize(self):
+    """Touches every parameter once, for `init`."""
+    c = self.config
+    width = len(c.target_layer_ids) * c.hidden_size
+    start = jnp.zeros((1,), jnp.int32)
+    rows = self.project(jnp.zeros((1, 1, width), self.dtype), start)
+    embedded = jnp.zeros((1, 1, c.hidden_size), self.dtype)
+    return self(embedded, DFlashState(context=rows), start)
+
+
+@register('drafter', 'dflash')
+@dataclasses.dataclass(frozen=True)
+class DFlashDrafter:
+  """Binds a DFlash model to the decoding loop.
+
+  By name it is untrained: random weights, which exercise the whole path and
+  accept next to nothing. Trained ones are loaded from a folder.
+
+  Attributes:
+    config: the architecture; its block is always drafted whole.
+    block_size: positions used, the root included; at most the trained block.
+  """
+
+  config: DrafterConfig
+  block_size: int
+  needs_golden: ClassVar[bool] = False
+
+  @property
+  def tap_layers(self) -> tuple[int, ...]:
+    return self.config.target_layer_ids
+
+  @classmethod
+  def create(cls, target: ModelConfig, block_size: int) -> 'DFlashDrafter':
+    layers = target.num_hidden_layers
+    taps = (0, layers // 2) if layers > 1 else (0,)
+    config = DrafterConfig(
+      hidden_size=target.hidden_size,
+      num_hidden_layers=2,
+      num_attention_heads=4,
+      num_key_value_heads=2,
+      head_dim=16,
+      intermediate_size=2 * target.hidden_size,
+      vocab_size=target.vocab_size,
+      block_size=block_size,
+      mask_token_id=target.vocab_size - 1,
+      target_layer_ids=taps,
+      num_target_layers=layers,
+      rope_theta=target.rope_theta,
+    )
+    return cls(config, block_size)
+
+  def init_params(self, key: jax.Array, dtype: Any) -> Any:
+    model = DFlashModel(self.config, dtype)
+    return model.init(key, method='initialize')['params']
+
+  def init_state(self, batch: int, rows: int, dtype: Any) -> DFlashState:
+    c = self.config
+    width = 2 * c.num_key_value_heads * c.head_dim
+    shape = (c.num_hidden_layers, batch, rows, width)
+    return DFlashState(context=jnp.zeros(shape, dtype))
+
+  def draft(
+    self,
+    params: Any,
+    state: DFlashState,
+    tokens: jax.Array,
+    length: jax.Array,
+    head: TargetHead,
+  ) -> jax.Array:
+    c = self.config
+    root = jnp.take_along_axis(tokens, length[:, None], axis=1)
+    masks = jnp.full((root.shape[0], c.block_size - 1), c.mask_token_id)
+    block = jnp.concatenate([root, masks.astype(jnp.int32)], axis=1)
+    hidden = DFlashModel(c).apply(
+      {'params': params}, head.embed(block), state, length
+    )
+    # Slot j predicts the token at its own position; slot 0 is the root.
+    return head.unembed(hidden[:, 1 : self.block_size])
+
+  def commit(
+    self,
+    params: Any,
+    state: DFlashState,
+    features: jax.Array,
+    start: jax.Array,
+  ) -> DFlashState:
+    rows = DFlashModel(self.config).apply(
+      {'params': params}, features, start, method='project'
+    )
+    every = jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
+    path = jnp.broadcast_to(every, features.shape[:2])
+    return DFlashState(
+      context=cache_compact(state.context, rows, path, start)
+    )

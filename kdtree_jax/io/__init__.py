@@ -1,0 +1,1 @@
+"""Files in and out: checkpoints, bundles, results. Nothing here decodes."""

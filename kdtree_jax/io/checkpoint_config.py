@@ -1,0 +1,571 @@
+"""config.json of Hugging Face checkpoints, read strictly.
+
+A key is used, or is known to change nothing, or is an error: a switch that
+this engine does not know may change what the model computes.
+"""
+
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from kdtree_jax.config import DrafterConfig, ModelConfig, RopeScaling
+from kdtree_jax.drafters.dflash import default_target_layer_ids
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.files import show
+from kdtree_jax.io.tensors import CheckpointError, read_json
+
+MODEL_TYPES = ('deepseek_v2', 'deepseek_v3', 'kimi_k2', 'glm4_moe_lite')
+# Multimodal wrappers: the language model's config lies in `text_config`.
+WRAPPER_TYPES = ('kimi_k25',)
+DRAFTER_ARCHITECTURE = 'DFlashDraftModel'
+
+# No dimension, count or token id comes near this; sizes multiply safely.
+_MAX_INT = 2**31 - 1
+_MAX_FLOAT = 1e30
+_MAX_LAYERS = 4096
+_REQUIRED = object()
+
+# Housekeeping: names, dtypes, special tokens that the loop does not use,
+# training and sampling settings. Whatever they say, the logits are the same.
+_HOUSEKEEPING = frozenset(
+  '_attn_implementation _name_or_path architectures attention_dropout '
+  'attn_implementation auto_map bos_token_id chunk_size_feed_forward '
+  'diversity_penalty dtype id2label initializer_range label2id '
+  'length_penalty max_length model_type num_beam_groups num_beams '
+  'num_return_sequences pad_token_id repetition_penalty return_dict '
+  'temperature top_k top_p torch_dtype transformers_version typical_p '
+  'use_cache'.split()
+)
+_IGNORED_IN_TARGET = _HOUSEKEEPING | {
+  # Training only.
+  'aux_loss_alpha',
+  'ep_size',
+  'output_router_logits',
+  'pretraining_tp',
+  'router_aux_loss_coef',
+  'seq_aux',
+  # qk_rope_head_dim under another name, in exports of transformers.
+  'head_dim',
+  # Those layers come after the model's own and are not run.
+  'num_nextn_predict_layers',
+}
+_IGNORED_IN_WRAPPER = _HOUSEKEEPING | {
+  'eos_token_id',  # `stop_ids` reads it
+  'ignore_index',
+  'media_placeholder_token_id',
+  'text_config',
+  'use_unified_vision_chunk',
+  'video_placeholder',
+  'vision_config',
+}
+_IGNORED_IN_DRAFTER = _HOUSEKEEPING | {
+  # Without effect unless a sliding window is switched on, which is refused.
+  'max_window_layers',
+  'sliding_window',
+  # Embedding and head are the target's in any case.
+  'tie_word_embeddings',
+  'eos_token_id',
+}
+
+
+def _is_inert(value: Any) -> bool:
+  """Whether a switch with this value is off, whatever it would do."""
+  return value is None or value is False or value in (0, '', [], {})
+
+
+class _Fields:
+  """Typed access to a JSON object that remembers which keys were asked for.
+
+  An absent key and null are the same. Every failure is a CheckpointError that
+  names the file and the key.
+  """
+
+  def __init__(self, raw: Any, where: str):
+    self._where = where
+    if not isinstance(raw, Mapping):
+      raise CheckpointError(f'{where}: {show(raw)} is not a JSON object')
+    self._raw, self._used = raw, set()
+
+  def error(self, key: str, problem: str) -> CheckpointError:
+    return CheckpointError(f'{self._where}: {show(key)[1:-1]} {problem}')
+
+  def get(self, key: str, default: Any = None) -> Any:
+    self._used.add(key)
+    value = self._raw.get(key)
+    if value is not None:
+      return value
+    if default is _REQUIRED:
+      raise self.error(key, 'is missing')
+    return default
+
+  def _typed(self, key: str, default: Any, kind: type, what: str) -> Any:
+    value = self.get(key, default)
+    if value is not default and type(value) is not kind:
+      raise self.error(key, f'is {show(value)}, not {what}')
+    return value
+
+  def integer(self, key: str, default: Any = _REQUIRED, least: int = 0) -> Any:
+    value = self._typed(key, default, int, 'an integer')
+    if value is not default and not least <= value <= _MAX_INT:
+      raise self.error(key, f'is {show(value)}, not in {least}..{_MAX_INT}')
+    return value
+
+  def number(
+    self,
+    key: str,
+    default: Any = _REQUIRED,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+  ) -> Any:
+    value = self.get(key, default)
+    if value is default:
+      return value
+    if type(value) not in (int, float):
+      raise self.error(key, f'is {show(value)}, not a number')
+    if not abs(value) <= _MAX_FLOAT:
+      raise self.error(key, f'is {show(value)}, out of range')
+    if above is not None and value <= above:
+      raise self.error(key, f'is {show(value)}, not above {above}')
+    if least is not None and value < least:
+      raise self.error(key, f'is {show(value)}, below {least}')
+    return float(value)
+
+  def boolean(self, key: str, default: Any = _REQUIRED) -> Any:
+    return self._typed(key, default, bool, 'true or false')
+
+  def string(self, key: str, default: Any = _REQUIRED) -> Any:
+    return self._typed(key, default, str, 'a string')
+
+  def tuple_of(self, kind: type, key: str, default: Any = _REQUIRED) -> Any:
+    value = self._typed(key, default, list, 'a list')
+    if value is default:
+      return value
+    for item in value:
+      if type(item) is not kind or (kind is int and abs(item) > _MAX_INT):
+        raise self.error(key, f'holds {show(item)}, no {kind.__name__}')
+    return tuple(value)
+
+  def fixed(self, key: str, supported: Any) -> None:
+    """Checks a key that may be absent or have the one supported value."""
+    value = self.get(key)
+    if value is None:
+      return
+    # True == 1, but JSON knows better.
+    same = isinstance(value, bool) == isinstance(supported, bool)
+    if not same or value != supported:
+      raise self.error(
+        key, f'is {show(value)}; only {supported!r} is supported'
+      )
+
+  def finish(self, ignored: frozenset[str] | set[str] = frozenset()) -> None:
+    """Raises for a key that was not used, not ignored and not off."""
+    for key, value in self._raw.items():
+      if key in self._used or key in ignored or _is_inert(value):
+        continue
+      raise self.error(
+        key,
+        f'({show(value, 40)}) is not known to this engine and may change the '
+        'model',
+      )
+
+
+def check_sizes(fields: Any, where: str) -> None:
+  """Bounds what a config read from a file can make the engine enumerate.
+
+  Args:
+    fields: a JSON value: the fields of a ModelConfig or DrafterConfig.
+    where: the file, for the message.
+
+  Raises:
+    CheckpointError: a number so large that it cannot be meant.
+  """
+  if not isinstance(fields, Mapping):
+    return
+  for key, value in fields.items():
+    check_sizes(value, where)
+    items = value if isinstance(value, list | tuple) else [value]
+    for item in items:
+      if type(item) in (int, float) and not abs(item) <= _MAX_FLOAT:
+        raise CheckpointError(f'{where}: {show(key)} is {show(item)}')
+      if type(item) is int and abs(item) > _MAX_INT:
+        raise CheckpointError(f'{where}: {show(key)} is {show(item)}')
+  layers = fields.get('num_hidden_layers')
+  if type(layers) is int and layers > _MAX_LAYERS:
+    raise CheckpointError(
+      f'{where}: num_hidden_layers is {layers}, above {_MAX_LAYERS}'
+    )
+
+
+def check_numbers(config: ModelConfig | DrafterConfig, where: str) -> None:
+  """Rejects constants under which the formulas are undefined.
+
+  Raises:
+    CheckpointError: by name.
+  """
+  positive = {'rms_norm_eps': config.rms_norm_eps}
+  if isinstance(config, ModelConfig):
+    positive['latent_norm_eps'] = config.latent_norm_eps
+  # YaRN divides by the logarithm of theta.
+  positive['rope_theta - 1'] = config.rope_theta - 1
+  yarn = config.rope_scaling
+  if yarn is not None:
+    positive['rope_scaling.beta_fast'] = yarn.beta_fast
+    positive['rope_scaling.beta_slow'] = yarn.beta_slow
+    for name in ('mscale', 'mscale_all_dim', 'attention_factor'):
+      value = getattr(yarn, name)
+      if value:
+        positive[f'rope_scaling.{name}'] = value
+  for name, value in positive.items():
+    if not (math.isfinite(value) and value > 0):
+      raise CheckpointError(f'{where}: {name} is {value}, not positive')
+
+
+def _rope_settings(
+  raw: Any, where: str
+) -> tuple[float | None, RopeScaling | None]:
+  """Theta, if it is there, and YaRN from one dictionary of either spelling."""
+  fields = _Fields(raw, where)
+  old, new = fields.string('type', None), fields.string('rope_type', None)
+  if old is not None and new is not None and old != new:
+    raise fields.error('rope_type', f'is {show(new)}, but type is {show(old)}')
+  kind = new or old or 'default'
+  theta = fields.number('rope_theta', None, above=1)
+  fields.fixed('partial_rotary_factor', 1)
+  scaling = None
+  if kind in ('yarn', 'deepseek_yarn'):
+    # deepseek_yarn is yarn whose cosines and sines have amplitude 1.
+    amplitude = 1.0 if kind == 'deepseek_yarn' else None
+    fields.fixed('truncate', True)
+    scaling = RopeScaling(
+      factor=fields.number('factor', least=1),
+      original_max_position_embeddings=fields.integer(
+        'original_max_position_embeddings', least=1
+      ),
+      beta_fast=fields.number('beta_fast', 32.0, above=0),
+      beta_slow=fields.number('beta_slow', 1.0, above=0),
+      mscale=fields.number('mscale', None, least=0),
+      mscale_all_dim=fields.number('mscale_all_dim', None, least=0),
+      attention_factor=fields.number('attention_factor', amplitude, above=0),
+    )
+  elif kind != 'default':
+    raise fields.error(
+      'rope_type', f'is {show(kind)}; supported: default, yarn, deepseek_yarn'
+    )
+  fields.finish()
+  return theta, scaling
+
+
+def _rope(
+  fields: _Fields, where: str, default_theta: Any
+) -> tuple[float, RopeScaling | None]:
+  """Theta and YaRN in the spelling of transformers 4, of 5, or of both."""
+  thetas = [fields.number('rope_theta', None, above=1)]
+  scalings = []
+  for key in ('rope_scaling', 'rope_parameters'):
+    raw = fields.get(key)
+    if raw is not None:
+      theta, scaling = _rope_settings(raw, f'{where}: {key}')
+      thetas.append(theta)
+      scalings.append(scaling)
+  if len(scalings) == 2 and scalings[0] != scalings[1]:
+    raise fields.error('rope_scaling', 'and rope_parameters disagree')
+  stated = {theta for theta in thetas if theta is not None}
+  if len(stated) > 1:
+    raise fields.error('rope_theta', f'has several values: {sorted(stated)}')
+  theta = stated.pop() if stated else default_theta
+  if theta is _REQUIRED:
+    raise fields.error('rope_theta', 'is missing')
+  return theta, scalings[0] if scalings else None
+
+
+def _unwrap(raw: Any, where: str) -> tuple[Any, str]:
+  """The language model's own config, and its name for messages."""
+  fields = _Fields(raw, where)
+  kind = fields.get('model_type')
+  if kind not in WRAPPER_TYPES:
+    return raw, where
+  text = fields.get('text_config', _REQUIRED)
+  _reject_quantization(fields)
+  fields.finish(_IGNORED_IN_WRAPPER)
+  return text, f'{where}: text_config'
+
+
+def _reject_quantization(fields: _Fields) -> None:
+  settings = fields.get('quantization_config')
+  if settings is None or _is_inert(settings):
+    return
+  method = settings
+  if isinstance(settings, Mapping):
+    method = settings.get('quant_method')
+  raise fields.error(
+    'quantization_config',
+    f'({show(method, 40)}): quantised weights are not supported',
+  )
+
+
+def _eos_ids(fields: _Fields) -> tuple[int, ...]:
+  if isinstance(fields.get('eos_token_id'), list):
+    ids = fields.tuple_of(int, 'eos_token_id')
+  else:
+    token = fields.integer('eos_token_id', None)
+    ids = () if token is None else (token,)
+  if any(token < 0 for token in ids):
+    raise fields.error('eos_token_id', f'holds a negative id: {show(ids)}')
+  return tuple(dict.fromkeys(ids))
+
+
+def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
+  """Translates a target's config.json, in the spelling of transformers 4 or 5.
+
+  What the shapes of the weights cannot witness has to be stated: classes
+  disagree about the defaults of, say, `routed_scaling_factor`.
+
+  Args:
+    raw: the parsed object.
+    source_name: the file's name for messages.
+
+  Raises:
+    CheckpointError: unsupported, quantised, ill-typed, missing or unknown.
+  """
+  text, where = _unwrap(raw, source_name)
+  fields = _Fields(text, where)
+  kind = fields.get('model_type')
+  if kind not in MODEL_TYPES:
+    raise fields.error(
+      'model_type',
+      f'is {show(kind)}; supported: {", ".join(MODEL_TYPES + WRAPPER_TYPES)}',
+    )
+  _reject_quantization(fields)
+  fields.fixed('hidden_act', 'silu')
+  fields.fixed('partial_rotary_factor', 1)
+  arguments = _attention_arguments(fields, where) | _mlp_arguments(fields, kind)
+  arguments |= {
+    'vocab_size': fields.integer('vocab_size', least=1),
+    'tie_word_embeddings': fields.boolean('tie_word_embeddings', False),
+    'max_position_embeddings': fields.integer(
+      'max_position_embeddings', 4096, least=1
+    ),
+    'eos_token_id': _eos_ids(fields),
+  }
+  fields.finish(_IGNORED_IN_TARGET)
+  check_sizes(arguments, where)
+  try:
+    config = ModelConfig(**arguments)
+  except UserError as e:
+    raise CheckpointError(f'{where}: {e}') from e
+  check_numbers(config, where)
+  return config
+
+
+def _attention_arguments(fields: _Fields, where: str) -> dict[str, Any]:
+  heads = fields.integer('num_attention_heads', least=1)
+  nope = fields.integer('qk_nope_head_dim', least=1)
+  rope = fields.integer('qk_rope_head_dim', least=1)
+  # Redundant in this family, but then they must not contradict.
+  fields.fixed('qk_head_dim', nope + rope)
+  fields.fixed('num_key_value_heads', heads)
+  theta, scaling = _rope(fields, where, _REQUIRED)
+  return {
+    'hidden_size': fields.integer('hidden_size', least=1),
+    'num_attention_heads': heads,
+    'q_lora_rank': fields.integer('q_lora_rank', None, least=1),
+    'kv_lora_rank': fields.integer('kv_lora_rank', least=1),
+    'qk_nope_head_dim': nope,
+    'qk_rope_head_dim': rope,
+    'v_head_dim': fields.integer('v_head_dim', least=1),
+    'rms_norm_eps': fields.number('rms_norm_eps', above=0),
+    # transformers builds these norms with its default, not rms_norm_eps.
+    'latent_norm_eps': fields.number('latent_norm_eps', 1e-6, above=0),
+    'rope_theta': theta,
+    'rope_scaling': scaling,
+    'rope_interleave': fields.boolean('rope_interleave', True),
+    'attention_bias': fields.boolean('attention_bias', False),
+  }
+
+
+def _mlp_arguments(fields: _Fields, kind: str) -> dict[str, Any]:
+  v2, glm = kind == 'deepseek_v2', kind == 'glm4_moe_lite'
+  arguments = {
+    'num_hidden_layers': fields.integer('num_hidden_layers', least=1),
+    'intermediate_size': fields.integer('intermediate_size', least=1),
+    'moe_layer_freq': fields.integer('moe_layer_freq', 1, least=1),
+    'first_k_dense_replace': fields.integer(
+      'first_k_dense_replace', 1 if glm else 0
+    ),
+    'mlp_layer_types': fields.tuple_of(str, 'mlp_layer_types', None),
+    'n_routed_experts': fields.integer('n_routed_experts', 0),
+    'n_shared_experts': fields.integer('n_shared_experts', 0),
+    'scoring_func': fields.string(
+      'scoring_func', 'softmax' if v2 else 'sigmoid'
+    ),
+    'topk_method': fields.string('topk_method', 'greedy' if v2 else 'noaux_tc'),
+  }
+  stated = _REQUIRED if arguments['n_routed_experts'] else 0
+  grouped = stated is _REQUIRED and arguments['topk_method'] != 'greedy'
+  normalise = fields.boolean(
+    'norm_topk_prob', _REQUIRED if stated is _REQUIRED and not v2 else False
+  )
+  groups = _REQUIRED if grouped and not glm else 1
+  return arguments | {
+    'moe_intermediate_size': fields.integer('moe_intermediate_size', stated),
+    'num_experts_per_tok': fields.integer('num_experts_per_tok', stated),
+    'n_group': fields.integer('n_group', groups, least=1),
+    'topk_group': fields.integer('topk_group', groups, least=1),
+    # transformers does not normalise in this class, whatever the key says.
+    'norm_topk_prob': normalise and not v2,
+    'routed_scaling_factor': fields.number(
+      'routed_scaling_factor', _REQUIRED if stated is _REQUIRED else 1.0
+    ),
+  }
+
+
+def is_drafter(raw: Mapping[str, Any]) -> bool:
+  """Whether a config.json describes a drafter of the DFlash kind."""
+  names = raw.get('architectures')
+  named = isinstance(names, list) and any('DFlash' in str(n) for n in names)
+  return named or 'dflash_config' in raw
+
+
+def drafter_config(raw: Any, source_name: str = 'config.json') -> DrafterConfig:
+  """Translates the config.json of a DFlash drafter in z-lab's layout.
+
+  Args:
+    raw: the parsed object; the drafter's own keys may lie at the top or in
+      `dflash_config`.
+    source_name: the file's name for messages.
+
+  Raises:
+    CheckpointError: another architecture, a variant of DFlash that this
+      engine does not have, or a key that is ill-typed, missing or unknown.
+  """
+  fields = _Fields(_merge_dflash(raw, source_name), source_name)
+  _check_drafter_switches(fields)
+  layers = fields.integer('num_hidden_layers', least=1)
+  _check_full_attention(fields, layers)
+  target_layers = fields.integer('num_target_layers', least=1)
+  taps = fields.tuple_of(int, 'target_layer_ids', None)
+  if taps is None:
+    taps = default_target_layer_ids(target_layers, layers)
+  theta, scaling = _rope(fields, source_name, 10000.0)
+  arguments = {
+    'num_hidden_layers': layers,
+    'num_target_layers': target_layers,
+    'target_layer_ids': taps,
+    'block_size': fields.integer('block_size', 16, least=1),
+    'mask_token_id': fields.integer('mask_token_id'),
+    'rms_norm_eps': fields.number('rms_norm_eps', 1e-6, above=0),
+    'rope_theta': theta,
+    'rope_scaling': scaling,
+    'attention_bias': fields.boolean('attention_bias', False),
+    'max_position_embeddings': fields.integer(
+      'max_position_embeddings', 4096, least=1
+    ),
+  }
+  for key in (
+    'hidden_size num_attention_heads num_key_value_heads head_dim '
+    'intermediate_size vocab_size'
+  ).split():
+    arguments[key] = fields.integer(key, least=1)
+  fields.fixed('target_hidden_size', arguments['hidden_size'])
+  fields.finish(_IGNORED_IN_DRAFTER)
+  check_sizes(arguments, source_name)
+  try:
+    config = DrafterConfig(**arguments)
+  except UserError as e:
+    raise CheckpointError(f'{source_name}: {e}') from e
+  check_numbers(config, source_name)
+  return config
+
+
+def _merge_dflash(raw: Any, where: str) -> dict[str, Any]:
+  """Both levels as one object; a key in both must have one value."""
+  fields = _Fields(raw, where)
+  nested = fields.get('dflash_config', {})
+  _Fields(nested, f'{where}: dflash_config')
+  merged = {k: v for k, v in raw.items() if k != 'dflash_config'}
+  for key, value in nested.items():
+    outer = merged.get(key)
+    same = type(outer) is type(value) and outer == value
+    if outer is not None and value is not None and not same:
+      raise fields.error(
+        key,
+        f'is {show(outer, 40)}, but {show(value, 40)} in dflash_config',
+      )
+    if value is not None or key not in merged:
+      merged[key] = value
+  return merged
+
+
+def _check_drafter_switches(fields: _Fields) -> None:
+  names = fields.get('architectures')
+  if names != [DRAFTER_ARCHITECTURE]:
+    raise fields.error(
+      'architectures', f'is {show(names)}; supported: {DRAFTER_ARCHITECTURE}'
+    )
+  _reject_quantization(fields)
+  fields.fixed('hidden_act', 'silu')
+  fields.fixed('partial_rotary_factor', 1)
+  # Factors of variants, harmless while they are 1.
+  fields.fixed('output_multiplier', 1)
+  fields.fixed('attention_value_scale', 1)
+
+
+def _check_full_attention(fields: _Fields, layers: int) -> None:
+  """Refuses sliding windows: implementations disagree on their masks."""
+  if fields.boolean('use_sliding_window', False):
+    raise fields.error(
+      'use_sliding_window', 'is true: sliding windows are not supported'
+    )
+  types = fields.tuple_of(str, 'layer_types', None)
+  if types is None:
+    return
+  for kind in types:
+    if kind != 'full_attention':
+      raise fields.error(
+        'layer_types', f'holds {show(kind)}: only full_attention is supported'
+      )
+  if len(types) != layers:
+    raise fields.error(
+      'layer_types', f'has {len(types)} entries for {layers} layers'
+    )
+
+
+def stop_ids(
+  directory: os.PathLike | str, raw_config: Mapping[str, Any]
+) -> tuple[int, ...]:
+  """Every token that ends a text: of config.json and generation_config.json.
+
+  Chat models list the end of a turn in one and the end of a text in the other.
+
+  Args:
+    directory: the checkpoint's folder.
+    raw_config: its parsed config.json.
+
+  Returns:
+    The union, in the order of appearance.
+
+  Raises:
+    CheckpointError: an id that is no id, or outside the vocabulary.
+  """
+  folder = pathlib.Path(directory)
+  where = str(folder / 'config.json')
+  sources = [_Fields(raw_config, where)]
+  text, text_where = _unwrap(raw_config, where)
+  if text is not raw_config:
+    sources.append(_Fields(text, text_where))
+  vocab = sources[-1].integer('vocab_size', None)
+  path = folder / 'generation_config.json'
+  if path.exists():
+    sources.append(_Fields(read_json(path), str(path)))
+  ids: dict[int, None] = {}
+  for source in sources:
+    for token in _eos_ids(source):
+      if vocab is not None and token >= vocab:
+        raise source.error(
+          'eos_token_id', f'{token} is outside the vocabulary of {vocab}'
+        )
+      ids[token] = None
+  return tuple(ids)

@@ -1,0 +1,268 @@
+"""What a checkpoint or bundle holds, as text for people."""
+
+import collections
+import dataclasses
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from kdtree_jax.config import DrafterConfig, ModelConfig
+from kdtree_jax.io.checkpoint_config import (
+  drafter_config,
+  is_drafter,
+  model_config,
+  stop_ids,
+)
+from kdtree_jax.io.checkpoint_weights import (
+  Match,
+  match_drafter,
+  match_target,
+)
+from kdtree_jax.io.files import show
+from kdtree_jax.io.kdtr import Bundle, read_bundle
+from kdtree_jax.io.tensors import (
+  ITEM_BYTES,
+  CheckpointError,
+  MappingSource,
+  SafetensorsSource,
+  TensorSource,
+  read_json,
+)
+
+_EXPERT = re.compile(r'(.*\.experts\.)([0-9]+)(\..*)')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+  """One line of the table: one tensor, or the same one of many experts."""
+
+  name: str
+  dtype: str
+  shape: tuple[int, ...]
+  count: int = 1
+
+  @property
+  def values(self) -> int:
+    return self.count * math.prod(self.shape)
+
+  @property
+  def bytes(self) -> int:
+    return self.values * ITEM_BYTES.get(self.dtype, 0)
+
+
+def describe(path: os.PathLike | str) -> str:
+  """Describes a `.kdtr` bundle or the folder of a checkpoint.
+
+  Of a checkpoint only configs and headers are read. A bundle is read whole,
+  because it is valid only if all of its digests are.
+
+  Args:
+    path: a `.kdtr` file, or a folder with a target or a DFlash drafter.
+
+  Returns:
+    Lines of `key: value`, then a table of tensors; no trailing newline.
+
+  Raises:
+    UserError: neither of the two, or one that does not load.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir():
+    return '\n'.join(_describe_folder(path))
+  if path.exists() and path.suffix != '.kdtr':
+    raise CheckpointError(
+      f'{path}: neither a .kdtr bundle nor the folder of a checkpoint'
+    )
+  return '\n'.join(_describe_bundle(path, read_bundle(path)))
+
+
+def _describe_folder(path: pathlib.Path) -> list[str]:
+  raw = read_json(path / 'config.json')
+  describe_kind = _describe_drafter if is_drafter(raw) else _describe_target
+  return describe_kind(path, raw)
+
+
+def _describe_target(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
+  config = model_config(raw, str(path / 'config.json'))
+  source = SafetensorsSource(path)
+  match = match_target(config, source, source_name=str(path))
+  rows = _rows(source, match.names.values())
+  return [
+    f'{path}: checkpoint, model_type {raw["model_type"]}',
+    *_target_lines(config),
+    *_size_lines(rows, config),
+    _stop_line(stop_ids(path, raw)),
+    *_skipped_lines(match),
+    *_table(rows),
+  ]
+
+
+def _describe_drafter(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
+  config = drafter_config(raw, str(path / 'config.json'))
+  source = SafetensorsSource(path)
+  match = match_drafter(config, source, source_name=str(path))
+  rows = _rows(source, match.names.values())
+  return [
+    f'{path}: DFlash drafter',
+    *_drafter_lines(config),
+    *_size_lines(rows, None),
+    *_skipped_lines(match),
+    *_table(rows),
+  ]
+
+
+def _skipped_lines(match: Match) -> list[str]:
+  reasons = collections.defaultdict(list)
+  for name, reason in match.skipped.items():
+    reasons[reason].append(name)
+  lines = [
+    f'skipped: {len(names)} ({reason}), first {show(names[0])}'
+    for reason, names in sorted(reasons.items())
+  ]
+  return lines or ['skipped: none']
+
+
+def _describe_bundle(path: pathlib.Path, bundle: Bundle) -> list[str]:
+  lines = [f'{path}: KDTR bundle {show(bundle.name)}']
+  lines += _target_lines(bundle.config)
+  target = MappingSource(bundle.target)
+  rows = _rows(target, target.names())
+  lines += _size_lines(rows, bundle.config)
+  lines.append(_stop_line(bundle.config.eos_token_id))
+  tables = _table(rows)
+  if bundle.drafter_config is None or bundle.drafter is None:
+    lines.append('drafter: none')
+  else:
+    drafter = MappingSource(bundle.drafter)
+    drafter_rows = _rows(drafter, drafter.names())
+    section = _drafter_lines(bundle.drafter_config)
+    section += _size_lines(drafter_rows, None)
+    lines += [f'drafter {line}' for line in section]
+    tables += _table(drafter_rows, 'drafter ')
+  lines.append(_golden_line(bundle))
+  lines += [f'recipe {k}: {show(v)}' for k, v in sorted(bundle.recipe.items())]
+  return lines + tables
+
+
+def _target_lines(c: ModelConfig) -> list[str]:
+  sparse = sum(c.is_moe_layer(i) for i in range(c.num_hidden_layers))
+  lines = [
+    f'architecture: {c.num_hidden_layers} layers '
+    f'({c.num_hidden_layers - sparse} dense, {sparse} MoE), '
+    f'hidden {c.hidden_size}, {c.num_attention_heads} heads '
+    f'(nope {c.qk_nope_head_dim}, rope {c.qk_rope_head_dim}, '
+    f'v {c.v_head_dim}), q_lora {c.q_lora_rank or "none"}, '
+    f'kv_lora {c.kv_lora_rank}, vocabulary {c.vocab_size}'
+  ]
+  if sparse:
+    lines.append(
+      f'experts: {c.num_experts_per_tok} of {c.n_routed_experts} '
+      f'({c.topk_group} of {c.n_group} groups), {c.n_shared_experts} shared, '
+      f'width {c.moe_intermediate_size}, {c.scoring_func} {c.topk_method}, '
+      f'scale {c.routed_scaling_factor:g}'
+    )
+  return [*lines, _rope_line(c)]
+
+
+def _drafter_lines(c: DrafterConfig) -> list[str]:
+  taps = ', '.join(map(str, c.target_layer_ids))
+  return [
+    f'architecture: {c.num_hidden_layers} layers, hidden {c.hidden_size}, '
+    f'{c.num_attention_heads} heads on {c.num_key_value_heads} of '
+    f'{c.head_dim}, width {c.intermediate_size}, vocabulary {c.vocab_size}',
+    f'block: {c.block_size} tokens, mask id {c.mask_token_id}, taps after '
+    f'layers {taps} of {c.num_target_layers}',
+    _rope_line(c),
+  ]
+
+
+def _rope_line(c: ModelConfig | DrafterConfig) -> str:
+  line = f'rope: theta {c.rope_theta:g}'
+  if c.rope_scaling is not None:
+    context = c.rope_scaling.original_max_position_embeddings
+    line += f', YaRN factor {c.rope_scaling.factor:g} over {context}'
+  return f'{line}, at most {c.max_position_embeddings} positions'
+
+
+def _stop_line(ids: tuple[int, ...]) -> str:
+  return f'stop ids: {", ".join(map(str, ids)) or "none"}'
+
+
+def _golden_line(bundle: Bundle) -> str:
+  if not bundle.golden:
+    return 'golden: none'
+  items = [
+    f'{show(name)[1:-1]} {list(value.shape)}'
+    for name, value in sorted(bundle.golden.items())
+  ]
+  return f'golden: {", ".join(items)}'
+
+
+def _size_lines(rows: list[_Row], config: ModelConfig | None) -> list[str]:
+  """Parameters and bytes; `config` is given where experts are routed."""
+  total = sum(row.values for row in rows)
+  line = f'parameters: {total:,}'
+  if config is not None and config.n_routed_experts:
+    routed = sum(row.values for row in rows if '.mlp.experts.' in row.name)
+    used = routed * config.num_experts_per_tok // config.n_routed_experts
+    line += f' ({total - routed + used:,} active per token)'
+  sizes = collections.Counter()
+  for row in rows:
+    sizes[row.dtype] += row.bytes
+  parts = [f'{dtype} {size:,}' for dtype, size in sorted(sizes.items())]
+  return [line, f'bytes: {", ".join(parts)}']
+
+
+def _rows(source: TensorSource, names: Iterable[str]) -> list[_Row]:
+  """The table's rows in the model's order, a layer's experts folded."""
+  groups = collections.defaultdict(list)
+  for name in sorted(names, key=_natural):
+    dtype, shape = source.dtype(name), source.shape(name)
+    expert = _EXPERT.fullmatch(name)
+    key = (expert[1], expert[3]) if expert else (name, None)
+    groups[key, dtype, shape].append(int(expert[2]) if expert else 0)
+  rows = []
+  for ((prefix, suffix), dtype, shape), experts in groups.items():
+    if suffix is None:
+      rows.append(_Row(prefix, dtype, shape))
+    else:
+      name = f'{prefix}{{{_span(experts)}}}{suffix}'
+      rows.append(_Row(name, dtype, shape, len(experts)))
+  return rows
+
+
+def _natural(name: str) -> tuple:
+  """Sorts layer 10 behind layer 9."""
+  return tuple(
+    (0, int(part), '') if part.isdecimal() else (1, 0, part)
+    for part in name.split('.')
+  )
+
+
+def _span(numbers: list[int]) -> str:
+  """`0..15`, or a list where some are missing."""
+  if numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1:
+    return f'{numbers[0]}..{numbers[-1]}'
+  return ','.join(map(str, numbers))
+
+
+def _table(rows: list[_Row], prefix: str = '') -> list[str]:
+  cells = [
+    (row.name, row.dtype, _shape_text(row), f'{row.bytes:,}') for row in rows
+  ]
+  cells.insert(0, (prefix + 'tensor', 'dtype', 'shape', 'bytes'))
+  widths = [max(len(line[i]) for line in cells) for i in range(4)]
+  return [
+    '',
+    *(
+      f'{n:<{widths[0]}}  {d:<{widths[1]}}  {s:<{widths[2]}}  {b:>{widths[3]}}'
+      for n, d, s, b in cells
+    ),
+  ]
+
+
+def _shape_text(row: _Row) -> str:
+  text = str(list(row.shape))
+  return text if row.count == 1 else f'{row.count} x {text}'

@@ -1,0 +1,107 @@
+"""What every format here needs: strict JSON in, atomic files out."""
+
+import contextlib
+import json
+import os
+import pathlib
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from kdtree_jax.errors import UserError
+
+
+def show(value: Any, limit: int = 100) -> str:
+  """A foreign value on one printable line: escaped, and cut if it is long."""
+  text = ascii(value)
+  return text if len(text) <= limit else text[: limit - 3] + '...'
+
+
+def one_line(error: Exception) -> str:
+  """An exception's message without line breaks or what cannot be printed."""
+  text = ' '.join(str(error).split())
+  return text.encode('ascii', 'backslashreplace').decode()
+
+
+def parse_json(text: str | bytes) -> Any:
+  """JSON without the liberties that Python's parser takes.
+
+  Raises:
+    ValueError: not JSON, a key twice in one object, NaN or Infinity, or
+      nested too deeply to be a configuration.
+  """
+
+  def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(items)
+    if len(fields) < len(items):
+      seen = set()
+      twice = next(k for k, _ in items if k in seen or seen.add(k))
+      raise ValueError(f'key {show(twice)} occurs twice')
+    return fields
+
+  def constant(name: str) -> None:
+    raise ValueError(f'{name} is not JSON')
+
+  try:
+    return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+  except RecursionError:
+    raise ValueError('nested too deeply') from None
+
+
+def canonical_json(value: Any) -> str:
+  """The one spelling of a JSON value: sorted keys, no spaces, ASCII.
+
+  Raises:
+    ValueError, TypeError: the value has no place in JSON.
+  """
+  return json.dumps(
+    value, sort_keys=True, separators=(',', ':'), allow_nan=False
+  )
+
+
+def write_atomically(
+  path: os.PathLike | str,
+  chunks: Iterable[bytes],
+  error: type[UserError] = UserError,
+) -> None:
+  """Writes a whole file or leaves what was there untouched.
+
+  The bytes go to a temporary file in the same folder (a rename across file
+  systems is not atomic), reach the disk, and only then take the name. A
+  reader that has the old file mapped keeps the old bytes.
+
+  Args:
+    path: the file to create or replace.
+    chunks: its bytes; an exception raised by the iterable leaves no trace.
+    error: what to raise if the file system refuses.
+  """
+  path = pathlib.Path(path)
+  if not path.name:
+    raise error(f'{path}: is a folder; a file name is missing')
+  temporary = path.with_name(f'.{path.name}.{secrets.token_hex(8)}.tmp')
+  try:
+    try:
+      with open(temporary, 'xb') as file:
+        for chunk in chunks:
+          file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+      os.replace(temporary, path)
+    except BaseException:
+      with contextlib.suppress(OSError):
+        temporary.unlink()
+      raise
+    _sync_folder(path.parent)
+  except OSError as e:
+    reason = e.strerror or str(e)
+    raise error(f'{path}: cannot be written: {reason}') from e
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+  """Makes a rename durable, where the system can open a folder."""
+  with contextlib.suppress(OSError):
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+      os.fsync(handle)
+    finally:
+      os.close(handle)

@@ -1,0 +1,364 @@
+"""KDTR bundles: a target, perhaps its drafter, and answers, in one file.
+
+A bundle is a safetensors file, so that every tool for those opens it. Tensors
+are `target/<name>` and `drafter/<name>`, named as in Hugging Face checkpoints
+with experts one by one, and `golden/<name>`. One metadata key, `kdtr`, holds
+the manifest: configs, recipe, and a digest of every tensor and of itself.
+
+There is one valid file for given contents. A reader therefore compares the
+file with what a writer would have made of it, and no flipped bit survives,
+not even one in padding that no parser looks at.
+"""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from kdtree_jax.config import DrafterConfig, ModelConfig
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.checkpoint_config import check_numbers, check_sizes
+from kdtree_jax.io.checkpoint_weights import (
+  Shapes,
+  drafter_shapes,
+  tensor_shapes,
+)
+from kdtree_jax.io.files import (
+  canonical_json,
+  one_line,
+  parse_json,
+  show,
+  write_atomically,
+)
+from kdtree_jax.io.tensors import (
+  FLOAT_DTYPES,
+  MappingSource,
+  PrefixedSource,
+  SafetensorsSource,
+  TensorSource,
+  dtype_name,
+)
+
+VERSION = 1
+METADATA_KEY = 'kdtr'
+SECTIONS = ('target', 'drafter', 'golden')
+# Golden token ids; other golden tensors are checks of any shape.
+GOLDEN_IDS = ('prompt', 'ar_tokens')
+
+_MANIFEST_KEYS = {
+  'version': int,
+  'name': str,
+  'config': dict,
+  'drafter_config': dict | None,
+  'recipe': dict,
+  'tensors': dict,
+  'sha256': str,
+}
+
+
+class BundleError(UserError):
+  """A bundle that is damaged, inconsistent or of another version."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+  """The contents of a `.kdtr` file.
+
+  Attributes:
+    name: of the variant.
+    config: the target's architecture.
+    target: its weights by Hugging Face name, float32, bfloat16 or float16.
+    golden: `prompt [P]` and `ar_tokens [T]` int32, and any other checks;
+      may be empty.
+    drafter_config: of the DFlash drafter, or None.
+    drafter: its weights by z-lab's names, or None.
+    recipe: how the bundle was made; JSON.
+  """
+
+  name: str
+  config: ModelConfig
+  target: Mapping[str, np.ndarray]
+  golden: Mapping[str, np.ndarray]
+  drafter_config: DrafterConfig | None
+  drafter: Mapping[str, np.ndarray] | None
+  recipe: Mapping[str, Any]
+
+
+def write_bundle(path: os.PathLike | str, bundle: Bundle) -> None:
+  """Writes a bundle, atomically; equal bundles give equal bytes.
+
+  Raises:
+    BundleError: the contents do not fit the configs, or the file cannot be
+      written; what was there before stays.
+  """
+  try:
+    tensors = _flatten(bundle)
+    check_sizes(bundle.config.to_dict(), 'config')
+    _check_contents(bundle)
+    data = _serialise(tensors, _manifest(bundle, tensors))
+  except BundleError as e:
+    raise BundleError(f'{path}: {e}') from e
+  except UserError as e:
+    raise BundleError(f'{path}: {one_line(e)}') from e
+  write_atomically(path, [data], BundleError)
+
+
+def read_bundle(path: os.PathLike | str) -> Bundle:
+  """Reads a bundle and checks all of it.
+
+  Raises:
+    BundleError: not a bundle, damaged, of another version, or at odds with
+      its own configs.
+  """
+  path = pathlib.Path(path)
+  try:
+    return _read(path)
+  except UserError as e:
+    text = one_line(e)
+    named = text if text.startswith(f'{path}: ') else f'{path}: {text}'
+    raise BundleError(named) from e
+
+
+def _read(path: pathlib.Path) -> Bundle:
+  if path.is_dir():
+    raise BundleError('is a folder, not a bundle')
+  source = SafetensorsSource(path)
+  text = source.metadata().get(METADATA_KEY)
+  if text is None:
+    raise BundleError(f'no metadata {METADATA_KEY!r}: not a KDTR bundle')
+  manifest = _parse_manifest(text)
+  config = _config(ModelConfig, manifest['config'])
+  drafter_config = None
+  if manifest['drafter_config'] is not None:
+    drafter_config = _config(DrafterConfig, manifest['drafter_config'])
+  _check_table(manifest['tensors'], source)
+  tensors = {name: source.read(name) for name in source.names()}
+  for name, value in tensors.items():
+    if _digest(value) != manifest['tensors'][name]['sha256']:
+      raise BundleError(f'tensor {show(name)} does not match its digest')
+  # Left: padding, the order of the header, other metadata, other spellings.
+  if _serialise(tensors, text) != _read_bytes(path):
+    raise BundleError('header is not as a writer of bundles makes it')
+  sections = {
+    section: _section(MappingSource(tensors), section)
+    for section in SECTIONS
+    if section != 'drafter' or drafter_config is not None
+  }
+  bundle = Bundle(
+    name=manifest['name'],
+    config=config,
+    target=sections['target'],
+    golden=sections['golden'],
+    drafter_config=drafter_config,
+    drafter=sections.get('drafter'),
+    recipe=manifest['recipe'],
+  )
+  if len(tensors) != sum(len(section) for section in sections.values()):
+    stray = next(
+      n for n in tensors if n.split('/', 1)[0] not in sections or '/' not in n
+    )
+    raise BundleError(f'tensor {show(stray)} belongs to no section')
+  _check_contents(bundle)
+  return bundle
+
+
+def _read_bytes(path: pathlib.Path) -> bytes:
+  try:
+    return path.read_bytes()
+  except OSError as e:
+    raise BundleError(f'cannot be read: {e.strerror or e}') from e
+
+
+def _section(source: TensorSource, section: str) -> dict[str, np.ndarray]:
+  view = PrefixedSource(source, section + '/')
+  return {name: view.read(name) for name in view.names()}
+
+
+def _flatten(bundle: Bundle) -> dict[str, np.ndarray]:
+  """All tensors under their names in the file, contiguous."""
+  if (bundle.drafter is None) != (bundle.drafter_config is None):
+    raise BundleError('drafter and drafter_config go together')
+  tensors = {}
+  for section in SECTIONS:
+    for name, value in (getattr(bundle, section) or {}).items():
+      tensors[f'{section}/{name}'] = np.asarray(value, order='C')
+  return tensors
+
+
+def _digest(value: np.ndarray) -> str:
+  return hashlib.sha256(value.tobytes()).hexdigest()
+
+
+def _manifest(bundle: Bundle, tensors: Mapping[str, np.ndarray]) -> str:
+  """The manifest's text, sealed by a digest of all the rest of it."""
+  drafter = bundle.drafter_config
+  manifest = {
+    'version': VERSION,
+    'name': bundle.name,
+    'config': bundle.config.to_dict(),
+    'drafter_config': None if drafter is None else drafter.to_dict(),
+    'recipe': dict(bundle.recipe),
+    'tensors': {
+      name: {
+        'dtype': dtype_name(value.dtype),
+        'shape': list(value.shape),
+        'sha256': _digest(value),
+      }
+      for name, value in tensors.items()
+    },
+  }
+  try:
+    manifest['sha256'] = _seal(manifest)
+    text = canonical_json(manifest)
+  except (TypeError, ValueError, RecursionError) as e:
+    raise BundleError(f'recipe or config is not JSON: {e}') from e
+  _parse_manifest(text)
+  return text
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+  """The digest of a manifest without its own digest."""
+  rest = {k: v for k, v in manifest.items() if k != 'sha256'}
+  return hashlib.sha256(canonical_json(rest).encode()).hexdigest()
+
+
+def _serialise(tensors: Mapping[str, np.ndarray], manifest: str) -> bytes:
+  # One metadata key: safetensors writes several in random order.
+  metadata = {METADATA_KEY: manifest}
+  try:
+    return safetensors.numpy.save(dict(tensors), metadata=metadata)
+  except safetensors.SafetensorError as e:
+    raise BundleError(f'cannot be serialised: {one_line(e)}') from e
+
+
+def _parse_manifest(text: str) -> dict[str, Any]:
+  """The manifest, well-formed, canonical and matching its own digest."""
+  try:
+    manifest = parse_json(text)
+    canonical = canonical_json(manifest)
+  except (ValueError, RecursionError) as e:
+    raise BundleError(f'manifest is not JSON: {one_line(e)}') from e
+  if not isinstance(manifest, dict):
+    raise BundleError('manifest is not a JSON object')
+  # Asked before the keys: another version may have others.
+  version = manifest.get('version')
+  if type(version) is not int or version != VERSION:
+    raise BundleError(f'version {show(version)}; supported: {VERSION}')
+  if set(manifest) != set(_MANIFEST_KEYS):
+    odd = sorted(set(manifest) ^ set(_MANIFEST_KEYS))
+    raise BundleError(f'manifest: key {show(odd[0])} is missing or unknown')
+  for key, kind in _MANIFEST_KEYS.items():
+    if not isinstance(manifest[key], kind):
+      raise BundleError(f'manifest: {key} is {show(manifest[key])}')
+  if not manifest['name']:
+    raise BundleError('manifest: name is empty')
+  if canonical != text:
+    raise BundleError('manifest is not in its canonical spelling')
+  if _seal(manifest) != manifest['sha256']:
+    raise BundleError('manifest does not match its digest')
+  return manifest
+
+
+def _config(cls: type, fields: dict[str, Any]) -> Any:
+  where = f'manifest: {cls.__name__}'
+  check_sizes(fields, where)
+  config = cls.from_dict(fields)
+  check_numbers(config, where)
+  return config
+
+
+def _check_table(table: dict[str, Any], source: SafetensorsSource) -> None:
+  """The manifest's table of tensors against the header of the file."""
+  odd = sorted(set(table) ^ set(source.names()))
+  if odd:
+    where = 'manifest' if odd[0] in table else 'header'
+    raise BundleError(f'tensor {show(odd[0])} is only in the {where}')
+  for name, entry in table.items():
+    header = {'dtype': source.dtype(name), 'shape': list(source.shape(name))}
+    if not isinstance(entry, dict) or set(entry) != {*header, 'sha256'}:
+      raise BundleError(f'manifest: entry of tensor {show(name)} is malformed')
+    # As text, because True == 1 in Python and 1.0 == 1.
+    stated = {key: entry[key] for key in header}
+    if canonical_json(stated) != canonical_json(header):
+      raise BundleError(
+        f'tensor {show(name)} is {header["dtype"]} {header["shape"]} in the '
+        f'header, {show(stated)} in the manifest'
+      )
+
+
+def _check_contents(bundle: Bundle) -> None:
+  """Names, shapes, dtypes and values against the configs."""
+  config, drafter = bundle.config, bundle.drafter_config
+  check_numbers(config, 'config')
+  _check_weights('target', bundle.target, tensor_shapes(config))
+  if drafter is not None:
+    check_numbers(drafter, 'drafter_config')
+    for name, targets in (
+      ('hidden_size', config.hidden_size),
+      ('vocab_size', config.vocab_size),
+      ('num_target_layers', config.num_hidden_layers),
+    ):
+      ours = getattr(drafter, name)
+      if ours != targets:
+        raise BundleError(
+          f"drafter_config.{name} is {ours}, but the target's is {targets}"
+        )
+    _check_weights('drafter', bundle.drafter or {}, drafter_shapes(drafter))
+  _check_golden(bundle.golden, config.vocab_size)
+
+
+def _check_weights(
+  section: str, tensors: Mapping[str, np.ndarray], expected: Shapes
+) -> None:
+  odd = sorted(set(tensors) ^ set(expected))
+  if odd:
+    state = 'missing' if odd[0] in expected else 'unexpected'
+    raise BundleError(f'tensor {show(f"{section}/{odd[0]}")} is {state}')
+  for name, value in tensors.items():
+    full = show(f'{section}/{name}')
+    if value.shape != expected[name]:
+      raise BundleError(
+        f'tensor {full} has shape {list(value.shape)}, the config asks for '
+        f'{list(expected[name])}'
+      )
+    if dtype_name(value.dtype) not in FLOAT_DTYPES:
+      raise BundleError(
+        f'tensor {full} has dtype {value.dtype}; supported: '
+        f'{", ".join(FLOAT_DTYPES)}'
+      )
+    _check_finite(full, value)
+
+
+def _check_golden(tensors: Mapping[str, np.ndarray], vocab_size: int) -> None:
+  present = [name for name in GOLDEN_IDS if name in tensors]
+  if len(present) == 1:
+    lacking = next(name for name in GOLDEN_IDS if name not in tensors)
+    raise BundleError(f'golden has {present[0]} without {lacking}')
+  for name, value in tensors.items():
+    full = show(f'golden/{name}')
+    dtype = dtype_name(value.dtype)
+    if name not in GOLDEN_IDS:
+      if dtype not in FLOAT_DTYPES and dtype not in ('I32', 'I64'):
+        raise BundleError(f'tensor {full} has the unsupported dtype {dtype}')
+      if dtype in FLOAT_DTYPES:
+        _check_finite(full, value)
+      continue
+    if dtype != 'I32' or value.ndim != 1:
+      raise BundleError(
+        f'tensor {full} is {dtype} {list(value.shape)}, not a row of I32'
+      )
+    if value.size and not 0 <= value.min() <= value.max() < vocab_size:
+      raise BundleError(
+        f'tensor {full} holds ids outside the vocabulary of {vocab_size}'
+      )
+
+
+def _check_finite(name: str, value: np.ndarray) -> None:
+  if not np.isfinite(value).all():
+    raise BundleError(f'tensor {name} holds NaN or infinity')

@@ -1,0 +1,305 @@
+"""Where tensors come from: safetensors files, folders of shards, a mapping."""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.files import parse_json, show
+
+SINGLE_FILE = 'model.safetensors'
+INDEX_FILE = 'model.safetensors.index.json'
+
+# The dtypes that weights may have here, as safetensors spells them.
+FLOAT_DTYPES = {
+  'F32': np.dtype(np.float32),
+  'BF16': np.dtype(ml_dtypes.bfloat16),
+  'F16': np.dtype(np.float16),
+}
+# Bytes per value of what a header can announce, readable here or not.
+ITEM_BYTES = {
+  'BOOL': 1,
+  'U8': 1,
+  'I8': 1,
+  'F8_E4M3': 1,
+  'F8_E5M2': 1,
+  'F8_E8M0': 1,
+  'U16': 2,
+  'I16': 2,
+  'F16': 2,
+  'BF16': 2,
+  'U32': 4,
+  'I32': 4,
+  'F32': 4,
+  'U64': 8,
+  'I64': 8,
+  'F64': 8,
+  'C64': 8,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()} | {
+  np.dtype(np.int32): 'I32',
+  np.dtype(np.int64): 'I64',
+}
+
+
+class CheckpointError(UserError):
+  """A checkpoint's file, key or tensor is missing, broken or unsupported."""
+
+
+class TensorSource(Protocol):
+  """Named tensors that are described at once and read one at a time."""
+
+  def names(self) -> tuple[str, ...]:
+    """Every name, sorted."""
+    ...
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    """Shape of a tensor, without reading it."""
+    ...
+
+  def dtype(self, name: str) -> str:
+    """Dtype in the spelling of safetensors: `F32`, `BF16`, ..."""
+    ...
+
+  def read(self, name: str) -> np.ndarray:
+    """The tensor; bfloat16 as the dtype of ml_dtypes."""
+    ...
+
+
+def dtype_name(dtype: np.dtype) -> str:
+  """The spelling of safetensors for a NumPy dtype, or NumPy's own."""
+  return _DTYPE_NAMES.get(dtype, str(dtype))
+
+
+def read_json(
+  path: os.PathLike | str, error: type[UserError] = CheckpointError
+) -> dict[str, Any]:
+  """The JSON object in a file.
+
+  Raises:
+    CheckpointError (or `error`): missing or unreadable, not JSON, a key twice
+      in one object, or something else than an object.
+  """
+  path = pathlib.Path(path)
+  try:
+    fields = parse_json(path.read_bytes())
+  except FileNotFoundError:
+    raise error(f'{path}: no such file') from None
+  except OSError as e:
+    raise error(f'{path}: cannot be read: {e.strerror or e}') from e
+  except ValueError as e:
+    raise error(f'{path}: not JSON: {e}') from e
+  if not isinstance(fields, dict):
+    raise error(f'{path}: holds {show(fields)}, not a JSON object')
+  return fields
+
+
+def open_safetensors(
+  path: os.PathLike | str, error: type[UserError] = CheckpointError
+) -> Any:
+  """A `safe_open` handle: the header is parsed, the data is only mapped.
+
+  Raises:
+    CheckpointError (or `error`): missing, truncated or not safetensors.
+  """
+  path = pathlib.Path(path)
+  try:
+    # Asked first, because mapping a folder or a device gives riddles.
+    regular, exists = path.is_file(), path.exists()
+    if regular:
+      return safetensors.safe_open(str(path), framework='numpy')
+  except OSError as e:
+    raise error(f'{path}: cannot be read: {e.strerror or e}') from e
+  # ValueError: a path that is not UTF-8.
+  except (safetensors.SafetensorError, ValueError) as e:
+    raise error(f'{path}: not a complete safetensors file: {e}') from e
+  raise error(f'{path}: {"is not a file" if exists else "no such file"}')
+
+
+class SafetensorsSource:
+  """A safetensors file, or a folder with one file or with indexed shards.
+
+  Headers are read at once and compared with the index; data is mapped, and a
+  tensor is copied out of the map when it is read.
+  """
+
+  def __init__(self, path: os.PathLike | str):
+    """Opens the headers.
+
+    Args:
+      path: a file; or a folder that holds `model.safetensors`, or shards and
+        `model.safetensors.index.json`.
+
+    Raises:
+      CheckpointError: a missing, truncated or corrupt file; an index that
+        disagrees with its shards or points out of the folder.
+    """
+    self.path = pathlib.Path(path)
+    weight_map = None
+    if self.path.is_dir():
+      files, weight_map = _folder_files(self.path)
+    else:
+      files = (self.path,)
+    self._tensors: dict[str, tuple[pathlib.Path, Any]] = {}
+    self._metadata: dict[str, str] = {}
+    for file in files:
+      handle = open_safetensors(file)
+      self._metadata |= handle.metadata() or {}
+      for name in handle.keys():
+        if name in self._tensors:
+          other = self._tensors[name][0].name
+          raise CheckpointError(
+            f'{file}: tensor {show(name)} is also in the shard {other}'
+          )
+        self._tensors[name] = (file, handle)
+    if weight_map is not None:
+      self._check_index(weight_map)
+
+  def _check_index(self, weight_map: dict[str, str]) -> None:
+    index = self.path / INDEX_FILE
+    for name, shard in weight_map.items():
+      found = self._tensors.get(name)
+      if found is None or found[0] != self.path / shard:
+        raise CheckpointError(
+          f'{index}: tensor {show(name)} is not in {shard}, where the index '
+          'puts it'
+        )
+    for name, (file, _) in self._tensors.items():
+      if name not in weight_map:
+        raise CheckpointError(
+          f'{file}: tensor {show(name)} is not in the index {INDEX_FILE}'
+        )
+
+  def _find(self, name: str) -> tuple[pathlib.Path, Any]:
+    if name not in self._tensors:
+      raise CheckpointError(f'{self.path}: no tensor {show(name)}')
+    return self._tensors[name]
+
+  def names(self) -> tuple[str, ...]:
+    return tuple(sorted(self._tensors))
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    return tuple(self._find(name)[1].get_slice(name).get_shape())
+
+  def dtype(self, name: str) -> str:
+    return self._find(name)[1].get_slice(name).get_dtype()
+
+  def file(self, name: str) -> pathlib.Path:
+    """The file that holds a tensor, for messages."""
+    return self._find(name)[0]
+
+  def metadata(self) -> dict[str, str]:
+    """Free text of the header; of shards, all together."""
+    return dict(self._metadata)
+
+  def read(self, name: str) -> np.ndarray:
+    file, handle = self._find(name)
+    try:
+      return handle.get_tensor(name)
+    # NumPy lacks some dtypes of the format: an AttributeError in 0.8.
+    except (safetensors.SafetensorError, AttributeError, TypeError) as e:
+      raise CheckpointError(
+        f'{file}: tensor {show(name)} of dtype {self.dtype(name)} cannot be '
+        f'read: {e}'
+      ) from e
+    except OSError as e:
+      raise CheckpointError(
+        f'{file}: tensor {show(name)} cannot be read: {e.strerror or e}'
+      ) from e
+
+
+class MappingSource:
+  """Arrays that are in memory already, for instance those of a bundle."""
+
+  def __init__(self, tensors: Mapping[str, np.ndarray]):
+    self._tensors = tensors
+
+  def names(self) -> tuple[str, ...]:
+    return tuple(sorted(self._tensors))
+
+  def _find(self, name: str) -> np.ndarray:
+    if name not in self._tensors:
+      raise CheckpointError(f'no tensor {show(name)}')
+    return self._tensors[name]
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    return self._find(name).shape
+
+  def dtype(self, name: str) -> str:
+    return dtype_name(self._find(name).dtype)
+
+  def read(self, name: str) -> np.ndarray:
+    return self._find(name)
+
+
+class PrefixedSource:
+  """The tensors of a source whose names begin with a prefix, without it."""
+
+  def __init__(self, source: TensorSource, prefix: str):
+    self._source, self._prefix = source, prefix
+
+  def names(self) -> tuple[str, ...]:
+    return tuple(
+      name.removeprefix(self._prefix)
+      for name in self._source.names()
+      if name.startswith(self._prefix)
+    )
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    return self._source.shape(self._prefix + name)
+
+  def dtype(self, name: str) -> str:
+    return self._source.dtype(self._prefix + name)
+
+  def read(self, name: str) -> np.ndarray:
+    return self._source.read(self._prefix + name)
+
+
+def _folder_files(
+  folder: pathlib.Path,
+) -> tuple[tuple[pathlib.Path, ...], dict[str, str] | None]:
+  """The files of a checkpoint folder and, where there is one, its index."""
+  single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+  if not index.exists():
+    if not single.exists():
+      raise CheckpointError(
+        f'{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}'
+      )
+    return (single,), None
+  weight_map = read_json(index).get('weight_map')
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise CheckpointError(f'{index}: weight_map is missing or no object')
+  for name, shard in weight_map.items():
+    _check_shard_name(index, name, shard)
+  shards = sorted(set(weight_map.values()))
+  if single.exists() and SINGLE_FILE not in shards:
+    raise CheckpointError(
+      f'{folder}: holds {SINGLE_FILE} beside an index that does not name it; '
+      'remove one of the two'
+    )
+  for shard in shards:
+    if not (folder / shard).is_file():
+      raise CheckpointError(f'{index}: names {show(shard)}, which is missing')
+  return tuple(folder / shard for shard in shards), weight_map
+
+
+def _check_shard_name(index: pathlib.Path, name: str, shard: Any) -> None:
+  """A shard is a plain file name: an index must not read other folders.
+
+  Not resolved: in the cache of huggingface_hub, files are links to elsewhere.
+  """
+  if not isinstance(shard, str):
+    raise CheckpointError(
+      f'{index}: weight_map[{show(name)}]={show(shard)} is not a file name'
+    )
+  plain = shard not in ('', '.', '..') and not set(shard) & set('/\\\0:')
+  if not plain or not shard.isprintable():
+    raise CheckpointError(
+      f'{index}: tensor {show(name)} is said to be in {show(shard)}, which is '
+      "outside the checkpoint's folder"
+    )

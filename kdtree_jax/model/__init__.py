@@ -1,0 +1,19 @@
+"""The target: an MLA+MoE transformer over a latent KV cache."""
+
+from kdtree_jax.model.cache import KVCache, commit, init_cache
+from kdtree_jax.model.transformer import (
+  ForwardOutput,
+  Transformer,
+  abstract_params,
+  init_params,
+)
+
+__all__ = (
+  'ForwardOutput',
+  'KVCache',
+  'Transformer',
+  'abstract_params',
+  'commit',
+  'init_cache',
+  'init_params',
+)

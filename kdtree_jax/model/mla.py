@@ -1,0 +1,94 @@
+"""Multi-head latent attention in the absorbed form (DeepSeek-V2, sec. 2.1)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kdtree_jax.config import ModelConfig
+from kdtree_jax.model.layers import Linear, RMSNorm, matrix_init, weight
+from kdtree_jax.model.rope import apply_rope
+
+# query [B, N, H, C], rows [B, N, C] -> [B, N, H, kv_lora_rank]
+Attend = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _per_head(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+  y = jnp.einsum(
+    spec,
+    x,
+    w,
+    precision=lax.Precision.HIGHEST,
+    preferred_element_type=jnp.float32,
+  )
+  return y.astype(x.dtype)
+
+
+class MultiHeadLatentAttention(nn.Module):
+  """Queries meet latents directly: `kv_b_proj` is folded into q and output.
+
+  The checkpoint's `kv_b_proj` is held as its two halves: `k_b_proj [n, dn, r]`
+  (W_UK) and `v_b_proj [n, dv, r]` (W_UV), so that neither is a strided slice.
+  """
+
+  config: ModelConfig
+  dtype: Any
+
+  @nn.compact
+  def __call__(
+    self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend
+  ) -> tuple[jax.Array, jax.Array]:
+    """Attends from N new tokens.
+
+    Args:
+      x: `[B, N, hidden_size]`, normed.
+      cos: `[B, N, qk_rope_head_dim / 2]` float32 at the tokens' positions.
+      sin: like `cos`.
+      attend: the attention op, bound to the cache and the mask.
+
+    Returns:
+      `[B, N, hidden_size]` and the tokens' own cache rows `[B, N, C]`.
+    """
+    c = self.config
+    n, r = c.num_attention_heads, c.kv_lora_rank
+    query = self._queries(x).reshape(*x.shape[:2], n, c.qk_head_dim)
+    q_nope, q_rope = jnp.split(query, [c.qk_nope_head_dim], axis=-1)
+    kv = self._linear(r + c.qk_rope_head_dim, 'kv_a_proj_with_mqa')(x)
+    latent, k_rope = jnp.split(kv, [r], axis=-1)
+    latent = self._norm('kv_a_layernorm')(latent)
+
+    def rotate(y, cos, sin):
+      return apply_rope(y, cos, sin, interleave=c.rope_interleave)
+
+    q_rope = rotate(q_rope, cos[:, :, None], sin[:, :, None])
+    rows = jnp.concatenate([latent, rotate(k_rope, cos, sin)], axis=-1)
+    k_b = weight(
+      self, 'k_b_proj', matrix_init, (n, c.qk_nope_head_dim, r), self.dtype
+    )
+    v_b = weight(
+      self, 'v_b_proj', matrix_init, (n, c.v_head_dim, r), self.dtype
+    )
+    q_latent = _per_head('bnhd,hdr->bnhr', q_nope, k_b)
+    out = attend(jnp.concatenate([q_latent, q_rope], axis=-1), rows)
+    out = _per_head('bnhr,hdr->bnhd', out, v_b)
+    out = out.reshape(*x.shape[:2], n * c.v_head_dim)
+    return self._linear(c.hidden_size, 'o_proj')(out), rows
+
+  def _queries(self, x: jax.Array) -> jax.Array:
+    c = self.config
+    width = c.num_attention_heads * c.qk_head_dim
+    if c.q_lora_rank is None:
+      return Linear(width, self.dtype, name='q_proj')(x)
+    low = self._linear(c.q_lora_rank, 'q_a_proj')(x)
+    low = self._norm('q_a_layernorm')(low)
+    return Linear(width, self.dtype, name='q_b_proj')(low)
+
+  def _linear(self, features: int, name: str) -> Linear:
+    bias = self.config.attention_bias
+    return Linear(features, self.dtype, use_bias=bias, name=name)
+
+  def _norm(self, name: str) -> RMSNorm:
+    return RMSNorm(self.config.latent_norm_eps, self.dtype, name=name)

@@ -1,0 +1,195 @@
+"""The decoder: embedding, blocks, final norm and head, used purely."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from kdtree_jax.config import ModelConfig
+from kdtree_jax.model.cache import KVCache, init_cache
+from kdtree_jax.model.layers import (
+  RMSNorm,
+  SwiGLU,
+  matmul,
+  matrix_init,
+  weight,
+)
+from kdtree_jax.model.mla import Attend, MultiHeadLatentAttention
+from kdtree_jax.model.moe import MixtureOfExperts
+from kdtree_jax.model.rope import rope_tables
+from pallas_kernels.verify_attention.api import verify_attention
+
+
+@flax.struct.dataclass
+class ForwardOutput:
+  """What a forward leaves; the cache itself is only read.
+
+  Attributes:
+    hidden: `[B, N, hidden_size]`, before the final norm.
+    features: `[B, N, len(tap_layers) * hidden_size]`: the residual stream
+      after the tapped layers, side by side in the order of `tap_layers`.
+    rows: `[L, B, N, C]`, the new tokens' cache rows.
+  """
+
+  hidden: jax.Array
+  features: jax.Array
+  rows: jax.Array
+
+
+class Embedding(nn.Module):
+  """`[V, H]`; also the head's weight where a model ties the two."""
+
+  vocab_size: int
+  hidden_size: int
+  dtype: Any
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    shape = (self.vocab_size, self.hidden_size)
+    return weight(self, 'weight', matrix_init, shape, self.dtype)
+
+
+class Block(nn.Module):
+  """One decoder layer with pre-norm residuals."""
+
+  config: ModelConfig
+  layer: int
+  dtype: Any
+  implementation: str | None
+
+  @nn.compact
+  def __call__(
+    self,
+    hidden: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    valid: jax.Array,
+    attend: Attend,
+  ) -> tuple[jax.Array, jax.Array]:
+    c = self.config
+    norm = functools.partial(RMSNorm, c.rms_norm_eps, self.dtype)
+    attention = MultiHeadLatentAttention(c, self.dtype, name='self_attn')
+    x = norm(name='input_layernorm')(hidden)
+    attended, rows = attention(x, cos, sin, attend)
+    hidden = hidden + attended
+    x = norm(name='post_attention_layernorm')(hidden)
+    if c.is_moe_layer(self.layer):
+      moe = MixtureOfExperts(c, self.dtype, self.implementation, name='mlp')
+      return hidden + moe(x, valid), rows
+    dense = SwiGLU(c.intermediate_size, self.dtype, name='mlp')
+    return hidden + dense(x), rows
+
+
+class Transformer(nn.Module):
+  """A target of the DeepSeek-V2/V3 family.
+
+  Attributes:
+    config: the architecture.
+    tap_layers: 0-based layers whose raw output becomes `features`.
+    dtype: of the parameters that `init` makes; a forward computes in the
+      dtype of the parameters that it is given.
+    implementation: of the kernels; None takes the best that is available.
+  """
+
+  config: ModelConfig
+  tap_layers: tuple[int, ...] = ()
+  dtype: Any = jnp.float32
+  implementation: str | None = None
+
+  def setup(self):
+    c = self.config
+    self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, self.dtype)
+    self.layers = [
+      Block(c, i, self.dtype, self.implementation)
+      for i in range(c.num_hidden_layers)
+    ]
+    self.norm = RMSNorm(c.rms_norm_eps, self.dtype)
+    if not c.tie_word_embeddings:
+      self.lm_head = Embedding(c.vocab_size, c.hidden_size, self.dtype)
+
+  def __call__(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: KVCache,
+    valid: jax.Array,
+    ancestors: jax.Array | None = None,
+  ) -> ForwardOutput:
+    """Runs N new tokens over the committed rows of a cache.
+
+    Args:
+      tokens: `[B, N]` int32.
+      positions: `[B, N]` int32, absolute.
+      cache: its first `length` rows are seen by every new token.
+      valid: `[B, N]` bool; other rows are padding that no expert sees and
+        that no valid row may see.
+      ancestors: `[B, N, ceil(N / 32)]` uint32, bit j of row i: i sees j. None
+        is the causal mask of a chain.
+    """
+    c = self.config
+    hidden = self.embed_tokens()[tokens]
+    cos, sin = rope_tables(
+      positions, c.qk_rope_head_dim, c.rope_theta, c.rope_scaling
+    )
+    all_rows, outputs = [], []
+    for i, block in enumerate(self.layers):
+
+      def attend(query, rows, layer=i):
+        return verify_attention(
+          query,
+          cache.latent,
+          rows,
+          cache.length,
+          layer=layer,
+          value_dim=c.kv_lora_rank,
+          scale=c.softmax_scale,
+          ancestors=ancestors,
+          implementation=self.implementation,
+        )
+
+      hidden, rows = block(hidden, cos, sin, valid, attend)
+      all_rows.append(rows)
+      outputs.append(hidden)
+    taps = [outputs[layer] for layer in self.tap_layers]
+    features = jnp.concatenate(taps or [hidden[..., :0]], axis=-1)
+    return ForwardOutput(
+      hidden=hidden, features=features, rows=jnp.stack(all_rows)
+    )
+
+  def logits(self, hidden: jax.Array) -> jax.Array:
+    """`[..., hidden_size]` before the final norm -> `[..., V]` float32."""
+    return self.unembed(self.norm(hidden))
+
+  def embed(self, tokens: jax.Array) -> jax.Array:
+    """`[...]` int32 -> `[..., hidden_size]`; a drafter shares it."""
+    return self.embed_tokens()[tokens]
+
+  def unembed(self, hidden: jax.Array) -> jax.Array:
+    """The head alone, `[..., hidden_size] -> [..., V]` float32."""
+    tied = self.config.tie_word_embeddings
+    return matmul(hidden, self.embed_tokens() if tied else self.lm_head())
+
+  def initialize(self) -> jax.Array:
+    """Touches every parameter once, for `init`."""
+    cache = init_cache(self.config, 1, 1, self.dtype)
+    zeros = jnp.zeros((1, 1), jnp.int32)
+    out = self(zeros, zeros, cache, jnp.ones((1, 1), jnp.bool_))
+    return self.logits(out.hidden)
+
+
+def init_params(
+  config: ModelConfig, key: jax.Array, dtype: Any
+) -> dict[str, Any]:
+  """Random parameters with the family's initializer_range. Consumes `key`."""
+  model = Transformer(config, dtype=dtype)
+  return model.init(key, method='initialize')['params']
+
+
+def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:
+  """Shapes and dtypes of a model's parameters, without memory."""
+  return jax.eval_shape(
+    lambda: init_params(config, jax.random.key(0), dtype)
+  )

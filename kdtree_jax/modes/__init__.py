@@ -1,0 +1,14 @@
+"""What `run.py --mode=NAME` does: one module a mode.
+
+Each has `FLAGS`, the names of the flags that it uses, and `run(config) -> int`,
+the exit status.
+"""
+
+from kdtree_jax.modes import demo, generate, inspect, make_bundle
+
+MODES = {
+  'demo': demo,
+  'generate': generate,
+  'inspect': inspect,
+  'make_bundle': make_bundle,
+}

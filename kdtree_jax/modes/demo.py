@@ -1,0 +1,107 @@
+"""`--mode=demo`: AR and DDTree give the same tokens, in fewer forwards."""
+
+from kdtree_jax import api
+from kdtree_jax.config import bundled
+from kdtree_jax.decode import GenerateResult
+from kdtree_jax.errors import UserError
+from kdtree_jax.modes.run_config import RunConfig, integers, status
+
+FLAGS = ('bundle', 'max_new_tokens', 'block_size', 'tree_budget', 'drafter')
+MAX_NEW_TOKENS = 24
+TREE_BUDGET = 16
+
+READING = (
+  'How to read this: the oracle drafter knows the answer, which isolates the '
+  'engine from a\ndrafter: {oracle:.2f} tokens per forward is the upper bound '
+  'at this block size, and a real drafter\naccepts fewer. A verify of many '
+  'rows costs more than an AR step on a real model, and on a\ntiny one wall '
+  'time is launch overhead, so the seconds above are no speedup.'
+)
+
+
+def run(config: RunConfig) -> int:
+  """Prints both runs; 1 if their tokens differ."""
+  path = config.bundle or bundled('tiny')
+  target = api.load_target(path, 'float32')
+  prompt = target.golden.get('prompt')
+  if prompt is None:
+    raise UserError(f'--bundle={path}: the bundle has no golden prompt')
+  prompt = prompt.tolist()
+  drafter = api.load_drafter(
+    config.drafter or 'oracle', target, config.block_size
+  )
+  count = config.max_new_tokens
+  count = MAX_NEW_TOKENS if count is None else count
+  budget = _budget(config)
+  _print_model(target, prompt)
+  with status('AR: compiling and decoding'):
+    ar = api.generate(
+      target, None, prompt, max_new_tokens=count, stop_ids=()
+    )
+  _print_run('AR    ', ar)
+  with status('DDTree: compiling and decoding'):
+    tree = api.generate(
+      target,
+      drafter,
+      prompt,
+      max_new_tokens=count,
+      tree_budget=budget,
+      stop_ids=(),
+      golden_ids=_golden(target, prompt, count + drafter.block_size),
+    )
+  _print_run('DDTree', tree)
+  same = ar.output_ids == tree.output_ids
+  print(f'match: {"yes" if same else "NO"}, token for token')
+  print(
+    f'mean acceptance length: {tree.mean_acceptance_length:.2f} '
+    f'(block size {drafter.block_size}, tree budget {budget}, '
+    f'drafter {drafter.name})'
+  )
+  print(
+    f'decode seconds: AR {ar.seconds.decode:.4f}, '
+    f'DDTree {tree.seconds.decode:.4f}'
+  )
+  print(READING.format(oracle=min(drafter.block_size, budget + 1)))
+  return 0 if same else 1
+
+
+def _budget(config: RunConfig) -> int:
+  if config.tree_budget is None:
+    return TREE_BUDGET
+  budgets = integers(config.tree_budget, 'tree_budget')
+  if len(budgets) != 1:
+    raise UserError('--tree_budget takes one value in --mode=demo')
+  return budgets[0]
+
+
+def _golden(
+  target: api.Target, prompt: list[int], count: int
+) -> list[int] | None:
+  """The bundle's golden sequence, if it is long enough for an oracle."""
+  tokens = target.golden.get('ar_tokens', ())
+  return [*prompt, *tokens] if len(tokens) >= count else None
+
+
+def _print_model(target: api.Target, prompt: list[int]) -> None:
+  c = target.config
+  experts = f'experts={c.n_routed_experts}'
+  if c.n_routed_experts:
+    experts += f' top={c.num_experts_per_tok}'
+  print(
+    f'model: hidden={c.hidden_size} layers={c.num_hidden_layers} '
+    f'heads={c.num_attention_heads} kv_lora={c.kv_lora_rank} {experts} '
+    f'vocab={c.vocab_size} ({target.name}, random weights, float32)'
+  )
+  print(f'prompt({len(prompt)}): {_ids(prompt)}')
+
+
+def _print_run(name: str, result: GenerateResult) -> None:
+  forwards = result.target_forwards
+  plural = '' if forwards == 1 else 's'
+  print(
+    f'{name} ({forwards} target forward{plural}): {_ids(result.output_ids)}'
+  )
+
+
+def _ids(tokens: list[int]) -> str:
+  return ' '.join(str(token) for token in tokens)

@@ -1,0 +1,57 @@
+"""`--mode=make_bundle`: a variant with random weights and golden answers."""
+
+import hashlib
+
+from kdtree_jax import reference
+from kdtree_jax.config import load_config
+from kdtree_jax.io.kdtr import Bundle, write_bundle
+from kdtree_jax.modes.run_config import RunConfig, required, status
+
+FLAGS = ('variant', 'output', 'seed')
+PROMPT_LENGTH = 8
+GOLDEN_TOKENS = 128
+
+
+def run(config: RunConfig) -> int:
+  """Writes `--output`, by default `<variant>.kdtr` in this folder."""
+  variant = required(config.variant, 'variant', 'make_bundle')
+  path = config.output or f'{variant}.kdtr'
+  with status(f'generating {variant}'):
+    bundle = make_bundle(variant, config.seed)
+    write_bundle(path, bundle)
+  print(
+    f'wrote {path}: {variant}, {len(bundle.target)} tensors, '
+    f'{len(bundle.golden["ar_tokens"])} golden tokens'
+  )
+  return 0
+
+
+def make_bundle(variant: str, seed: int | None = None) -> Bundle:
+  """Weights, prompt and answers of `configs/<variant>.py`.
+
+  Everything comes from the NumPy reference, so the answers are independent of
+  the engine that will be checked against them.
+
+  Args:
+    variant: name of a config.
+    seed: of weights and prompt; default: derived from the name.
+  """
+  model = load_config(variant)
+  if seed is None:
+    digest = hashlib.sha256(variant.encode()).digest()
+    seed = int.from_bytes(digest[:4], 'little')
+  fields = model.to_dict()
+  tensors = reference.random_tensors(fields, seed)
+  room = model.max_position_embeddings - PROMPT_LENGTH
+  golden = reference.make_golden(
+    fields, tensors, PROMPT_LENGTH, min(GOLDEN_TOKENS, room), seed
+  )
+  return Bundle(
+    name=variant,
+    config=model,
+    target=tensors,
+    golden=golden,
+    drafter_config=None,
+    drafter=None,
+    recipe={'generator': 'kdtree_jax.reference', 'seed': seed},
+  )

@@ -1,0 +1,67 @@
+"""The flags of `run.py` as one frozen value; None means "not given"."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+import rich.console
+
+from kdtree_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+  """See `run.py --help` for what each flag means."""
+
+  mode: str
+  bundle: str | None = None
+  target: str | None = None
+  drafter: str | None = None
+  methods: tuple[str, ...] | None = None
+  prompt_ids: tuple[str, ...] | None = None
+  max_new_tokens: int | None = None
+  block_size: int | None = None
+  tree_budget: tuple[str, ...] | None = None
+  tree_policy: str | None = None
+  dtype: str | None = None
+  stop_ids: tuple[str, ...] | None = None
+  capacity: int | None = None
+  prefill_chunk: int | None = None
+  output: str | None = None
+  dump_trees: bool | None = None
+  variant: str | None = None
+  seed: int | None = None
+
+
+def integers(values: tuple[str, ...], flag: str) -> list[int]:
+  """Parses the items of a list flag.
+
+  Raises:
+    UserError: an item is no integer; names the flag.
+  """
+  try:
+    return [int(value) for value in values]
+  except ValueError:
+    given = ','.join(values)
+    raise UserError(
+      f'--{flag}={given} is not a comma-separated list of integers'
+    ) from None
+
+
+def required(value, flag: str, mode: str):
+  """`value`, or a UserError that asks for the flag."""
+  if value is None:
+    raise UserError(f'--mode={mode} needs --{flag}')
+  return value
+
+
+@contextlib.contextmanager
+def status(message: str) -> Iterator[None]:
+  """A spinner on a terminal, nothing elsewhere."""
+  console = rich.console.Console(stderr=True)
+  if not sys.stderr.isatty():
+    yield
+    return
+  with console.status(message):
+    yield

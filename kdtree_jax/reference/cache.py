@@ -1,0 +1,35 @@
+"""Cache of the reference: the committed rows of every layer, in order."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+# One layer's rows: latent [T, kv_lora_rank], k_rope [T, qk_rope_head_dim].
+Rows = tuple[np.ndarray, np.ndarray]
+
+
+class ListCache:
+  """Grows by chosen rows; `len` is the number of committed tokens."""
+
+  def __init__(self, config: Mapping):
+    latent = np.zeros((0, config["kv_lora_rank"]), np.float32)
+    k_rope = np.zeros((0, config["qk_rope_head_dim"]), np.float32)
+    self._layers = [(latent, k_rope)] * config["num_hidden_layers"]
+
+  def __len__(self) -> int:
+    return len(self._layers[0][0])
+
+  def __getitem__(self, layer: int) -> Rows:
+    """Returns `(latent [S, R], k_rope [S, P])` of one layer."""
+    return self._layers[layer]
+
+  def append(self, rows: Sequence[Rows], indices: Sequence[int]) -> None:
+    """Appends `rows[layer][indices]` of every layer, in that order."""
+    indices = np.asarray(indices, np.int64)
+    self._layers = [
+      tuple(
+        np.concatenate([old, new[indices]])
+        for old, new in zip(kept, added, strict=True)
+      )
+      for kept, added in zip(self._layers, rows, strict=True)
+    ]

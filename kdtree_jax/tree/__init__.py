@@ -1,0 +1,24 @@
+"""The draft tree: its pytree, the policies that grow it, the walk."""
+
+from kdtree_jax.tree.accept import Acceptance, accept
+from kdtree_jax.tree.draft_tree import (
+  NO_PARENT,
+  ROOT_INDEX,
+  DraftTree,
+  check_invariants,
+  format_tree,
+  root_only,
+)
+from kdtree_jax.tree.policies import TreePolicy
+
+__all__ = (
+  'NO_PARENT',
+  'ROOT_INDEX',
+  'Acceptance',
+  'DraftTree',
+  'TreePolicy',
+  'accept',
+  'check_invariants',
+  'format_tree',
+  'root_only',
+)

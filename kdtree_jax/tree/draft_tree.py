@@ -1,0 +1,134 @@
+"""A batch of draft trees as one structure of arrays."""
+
+from collections.abc import Iterable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROOT_INDEX = 0
+NO_PARENT = -1
+
+
+@flax.struct.dataclass
+class DraftTree:
+  """N = 1 + tree_budget slots a row; the root is node 0, `parents[i] < i`.
+
+  Slots from `num_nodes` on are padding: no parent, no child, and no bit in
+  any row of `ancestors`, their own included.
+
+  Attributes:
+    tokens: `[B, N]` int32.
+    parents: `[B, N]` int32; NO_PARENT for the root and for padding.
+    depths: `[B, N]` int32; 0 for the root and for padding.
+    scores: `[B, N]` float32, sum of log q along the path; -inf for padding.
+    num_nodes: `[B]` int32, the root included.
+    ancestors: `[B, N, ceil(N / 32)]` uint32; bit j % 32 of word j // 32 in
+      row i says that j is i or an ancestor of i.
+  """
+
+  tokens: jax.Array
+  parents: jax.Array
+  depths: jax.Array
+  scores: jax.Array
+  num_nodes: jax.Array
+  ancestors: jax.Array
+
+  @property
+  def valid(self) -> jax.Array:
+    """`[B, N]` bool: the slots that hold nodes."""
+    slots = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
+    return slots[None, :] < self.num_nodes[:, None]
+
+
+def root_only(root: jax.Array) -> DraftTree:
+  """The empty tree of autoregressive decoding; `root [B]` int32."""
+  zeros = jnp.zeros((root.shape[0], 1), jnp.int32)
+  return DraftTree(
+    tokens=root[:, None],
+    parents=zeros + NO_PARENT,
+    depths=zeros,
+    scores=zeros.astype(jnp.float32),
+    num_nodes=zeros[:, 0] + 1,
+    ancestors=jnp.ones((root.shape[0], 1, 1), jnp.uint32),
+  )
+
+
+def check_invariants(tree: DraftTree) -> None:
+  """Checks on the host what every policy must keep.
+
+  Raises:
+    ValueError: the first invariant that a row breaks, by name.
+  """
+  tree = jax.tree.map(np.asarray, tree)
+  batch, width = tree.tokens.shape
+  for b in range(batch):
+    row = jax.tree.map(lambda x, b=b: x[b], tree)
+    count = int(row.num_nodes)
+
+    def require(condition, what, b=b):
+      if not condition:
+        raise ValueError(f'draft tree, row {b}: {what}')
+
+    require(1 <= count <= width, f'num_nodes={count} is not in 1..{width}')
+    require(row.parents[0] == NO_PARENT, 'the root has a parent')
+    require(row.depths[0] == 0, 'the root is not at depth 0')
+    expected = np.zeros((width, width), bool)
+    expected[0, 0] = True
+    children = set()
+    for i in range(1, count):
+      parent = int(row.parents[i])
+      require(0 <= parent < i, f'node {i} has parent {parent}')
+      require(
+        row.depths[i] == row.depths[parent] + 1,
+        f'node {i} is not one deeper than its parent',
+      )
+      require(
+        row.scores[i] <= row.scores[parent], f'node {i} outscores its parent'
+      )
+      edge = (parent, int(row.tokens[i]))
+      require(edge not in children, f'node {i} repeats a sibling')
+      children.add(edge)
+      expected[i] = expected[parent]
+      expected[i, i] = True
+    words = row.ancestors[:, np.arange(width) // 32]
+    bits = words >> (np.arange(width) % 32).astype(np.uint32) & 1
+    require(np.array_equal(bits, expected), 'ancestor bits are wrong')
+    require((row.parents[count:] == NO_PARENT).all(), 'padding has a parent')
+    require((row.depths[count:] == 0).all(), 'padding has a depth')
+
+
+def format_tree(
+  node_token_ids: Iterable[int],
+  parents: Iterable[int],
+  accepted_indices: Iterable[int] = (),
+  label=str,
+) -> str:
+  """Draws one tree, a node a line, `*` on the accepted path.
+
+  Args:
+    node_token_ids: tokens of all nodes, the root first.
+    parents: parent of each node, NO_PARENT for the root.
+    accepted_indices: nodes to mark.
+    label: turns a token id into text.
+  """
+  tokens, parents = list(node_token_ids), list(parents)
+  accepted = set(accepted_indices)
+  children: dict[int, list[int]] = {}
+  for node, parent in enumerate(parents):
+    children.setdefault(parent, []).append(node)
+  lines = []
+  # Depth first with an explicit stack: a chain may be deep.
+  stack = [(ROOT_INDEX, '', '')]
+  while stack:
+    node, lead, below = stack.pop()
+    mark = ' *' if node in accepted else ''
+    lines.append(f'{lead}{label(tokens[node])}{mark}')
+    kids = children.get(node, [])
+    for kid in reversed(kids):
+      last = kid == kids[-1]
+      branch = '`- ' if last else '|- '
+      bar = '   ' if last else '|  '
+      stack.append((kid, below + branch, below + bar))
+  return '\n'.join(lines)

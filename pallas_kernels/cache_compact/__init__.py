@@ -1,0 +1,1 @@
+"""Commit of a tree's accepted rows into the latent cache."""

@@ -1,0 +1,63 @@
+"""The one entry to the routed experts."""
+
+import jax
+
+from pallas_kernels import _checks, _dispatch
+from pallas_kernels.grouped_matmul import reference
+
+__all__ = ('expert_mlp',)
+
+# Best first: what None picks.
+_IMPLEMENTATIONS = {'reference': reference.expert_mlp}
+
+
+def expert_mlp(
+  x: jax.Array,
+  gate_up: jax.Array,
+  down: jax.Array,
+  expert_ids: jax.Array,
+  expert_weights: jax.Array,
+  *,
+  implementation: str | None = None,
+) -> jax.Array:
+  """A dropless mixture of SwiGLU experts.
+
+  y_t = sum_k w_tk down_e(silu(gate_e x_t) * up_e x_t) with e = expert_ids[t, k]
+  (SwiGLU: arXiv:2002.05202; the mixture: DeepSeek-V3, arXiv:2412.19437). There
+  is no capacity and rows are independent: no row's content changes another
+  row. The sum is float32, in order of expert id for any number of rows; the
+  activation takes x's dtype before the down product. Differentiable in x, the
+  weights of the experts and `expert_weights`.
+
+  Args:
+    x: `[T, H]` float32 or bfloat16.
+    gate_up: `[E, 2 * I, H]`, of x's dtype; an expert's gate rows, then its up
+      rows.
+    down: `[E, H, I]`, of x's dtype.
+    expert_ids: `[T, K]` int32. An id outside 0..E-1 is no expert and costs
+      nothing (padding uses E); an id that occurs twice in a row adds up.
+    expert_weights: `[T, K]` float32.
+    implementation: None for the best available, or "reference".
+
+  Returns:
+    `[T, H]` in x's dtype; zeros for a row without experts.
+
+  Raises:
+    ValueError: wrong shapes or dtypes, or an implementation that is not there.
+  """
+  x = _checks.check_array('x', x, (None, None), _checks.FLOATS)
+  rows, hidden = x.shape
+  dtype = (x.dtype.name,)
+  down = _checks.check_array('down', down, (None, hidden, None), dtype)
+  experts, _, inner = down.shape
+  gate_up = _checks.check_array(
+    'gate_up', gate_up, (experts, 2 * inner, hidden), dtype
+  )
+  expert_ids = _checks.check_array(
+    'expert_ids', expert_ids, (rows, None), _checks.INT32
+  )
+  expert_weights = _checks.check_array(
+    'expert_weights', expert_weights, expert_ids.shape, ('float32',)
+  )
+  run = _dispatch.select('expert_mlp', _IMPLEMENTATIONS, implementation)
+  return run(x, gate_up, down, expert_ids, expert_weights)

@@ -1,0 +1,50 @@
+"""The experts in plain jnp: a loop over experts, all rows at once."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def expert_mlp(
+  x: jax.Array,
+  gate_up: jax.Array,
+  down: jax.Array,
+  expert_ids: jax.Array,
+  expert_weights: jax.Array,
+) -> jax.Array:
+  """See `pallas_kernels.grouped_matmul.api.expert_mlp`."""
+
+  def step(total, expert):
+    chosen = expert_ids == expert
+    weight = jnp.sum(jnp.where(chosen, expert_weights, 0.0), axis=1)
+
+    def add(total):
+      # Sliced inside the branch: an expert nobody chose is not even read.
+      y = _mlp(x, gate_up[expert], down[expert])
+      # Selected, not multiplied by 0: a row must not see what an expert that it
+      # did not choose makes of it, which may be inf.
+      wanted = jnp.any(chosen, axis=1)[:, None]
+      return total + jnp.where(wanted, weight[:, None] * y, 0.0)
+
+    return lax.cond(jnp.any(chosen), add, lambda total: total, total), None
+
+  experts = jnp.arange(gate_up.shape[0], dtype=jnp.int32)
+  total, _ = lax.scan(step, jnp.zeros(x.shape, jnp.float32), experts)
+  return total.astype(x.dtype)
+
+
+def _mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+  """One expert's SwiGLU on all rows: `[T, H]` to float32 `[T, H]`."""
+  gate, up = jnp.split(_project(x, gate_up), 2, axis=1)
+  return _project((jax.nn.silu(gate) * up).astype(x.dtype), down)
+
+
+def _project(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """`x` `[T, in]` times `weight` `[out, in]` transposed, in float32."""
+  return jnp.einsum(
+    'ti,oi->to',
+    x,
+    weight,
+    precision=lax.Precision.HIGHEST,
+    preferred_element_type=jnp.float32,
+  )

@@ -1,0 +1,1 @@
+"""Best-first draft tree from per-depth logits."""

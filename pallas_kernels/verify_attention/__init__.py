@@ -1,0 +1,1 @@
+"""Absorbed MLA attention of tree nodes over cache and tree."""

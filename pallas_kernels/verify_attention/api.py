@@ -1,0 +1,81 @@
+"""The one entry to attention over the latent cache and the new rows.
+
+Absorbed form of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434):
+one latent row (c, rotated k_rope) is key and, by its first R values, value of
+all heads. With q = (q_nope W_UK, rotated q_rope), out = softmax(scale q . row)
+c; the caller applies W_UV.
+
+Scores and softmax are float32; the unnormalised weights take the cache's dtype
+for the product with the values.
+"""
+
+import math
+
+import jax
+
+from pallas_kernels import _checks, _dispatch
+from pallas_kernels.tree_build import bits
+from pallas_kernels.verify_attention import reference
+
+__all__ = ('verify_attention',)
+
+# Best first: what None picks.
+_IMPLEMENTATIONS = {'reference': reference.verify_attention}
+
+
+def verify_attention(
+  query: jax.Array,
+  cache: jax.Array,
+  rows: jax.Array,
+  lengths: jax.Array,
+  *,
+  layer: int,
+  value_dim: int,
+  scale: float,
+  ancestors: jax.Array | None,
+  implementation: str | None = None,
+) -> jax.Array:
+  """Attention of N new nodes over the committed prefix and each other.
+
+  A node sees the first `lengths[b]` rows of `cache[layer, b]` and the new rows
+  its ancestor bits name. Nothing else is read: the cache beyond `lengths`, and
+  new rows that no node sees, may hold NaN; any finite content of rows that a
+  node does not see leaves its result bitwise the same. A node that sees
+  nothing gets zeros.
+
+  Args:
+    query: `[B, N, H, C]` float32 or bfloat16.
+    cache: `[L, B, S, C]`, of the query's dtype; only read.
+    rows: `[B, N, C]`, of the query's dtype; this layer's new rows.
+    lengths: `[B]` int32, committed rows, 0..S.
+    layer: index of the layer in the cache, static.
+    value_dim: R, how many leading values of a row are its value, static.
+    scale: softmax scale, static.
+    ancestors: `[B, N, ceil(N / 32)]` uint32 as in `tree_build.bits`, or None
+      for a chain: node i sees the new rows j <= i.
+    implementation: None for the best available, or "reference".
+
+  Returns:
+    `[B, N, H, R]` in the query's dtype.
+
+  Raises:
+    ValueError: wrong shapes or dtypes, `layer` or `value_dim` out of range, a
+      scale that is not finite, or an implementation that is not there.
+  """
+  query = _checks.check_array('query', query, (None,) * 4, _checks.FLOATS)
+  batch, n, _, width = query.shape
+  dtype = (query.dtype.name,)
+  cache = _checks.check_array('cache', cache, (None, batch, None, width), dtype)
+  rows = _checks.check_array('rows', rows, (batch, n, width), dtype)
+  lengths = _checks.check_array('lengths', lengths, (batch,), _checks.INT32)
+  layer = _checks.check_int('layer', layer, 0, cache.shape[0] - 1)
+  value_dim = _checks.check_int('value_dim', value_dim, 1, width)
+  if not math.isfinite(scale):
+    raise ValueError(f'scale: expected a finite number, got {scale!r}')
+  if ancestors is not None:
+    ancestors = _checks.check_array(
+      'ancestors', ancestors, (batch, n, bits.num_words(n)), ('uint32',)
+    )
+  run = _dispatch.select('verify_attention', _IMPLEMENTATIONS, implementation)
+  static = dict(layer=layer, value_dim=value_dim, scale=float(scale))
+  return run(query, cache, rows, lengths, ancestors=ancestors, **static)

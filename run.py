@@ -1,0 +1,166 @@
+"""DDTree speculative decoding for MLA+MoE language models.
+
+  python run.py
+      The demo: autoregressive (AR) and DDTree decoding of a tiny model give
+      the same tokens, DDTree in an eighth of the target forwards.
+
+  python run.py --mode=generate --target=DIR --drafter=DIR --prompt_ids=1,2,3
+      Continues a prompt by AR, DFlash chain and DDTree; one JSON line a run.
+
+  python run.py --mode=make_bundle --variant=tiny
+      Generates a random-weight bundle of configs/tiny.py with golden answers.
+
+  python run.py --mode=inspect --target=FILE.kdtr
+      Says what is in a bundle or a checkpoint folder.
+"""
+
+import dataclasses
+import sys
+
+from absl import app, flags, logging
+
+from kdtree_jax import registry
+from kdtree_jax.config import config_names
+from kdtree_jax.errors import UserError
+from kdtree_jax.modes import MODES
+from kdtree_jax.modes.run_config import RunConfig
+
+_STUBS = '|'.join(registry.names('drafter'))
+
+flags.DEFINE_enum('mode', 'demo', sorted(MODES), 'What to do.')
+flags.DEFINE_string(
+  'bundle', None, 'demo: a .kdtr file; default: the tiny one that ships.'
+)
+flags.DEFINE_string(
+  'target',
+  None,
+  'generate, inspect: a checkpoint folder in the Hugging Face layout or a '
+  '.kdtr file.',
+)
+flags.DEFINE_string(
+  'drafter',
+  None,
+  f'demo, generate: a DFlash folder, or {_STUBS}. oracle knows the answer, '
+  'adversarial avoids it, random and repeat look at nothing, dflash by name '
+  'is untrained. Default: oracle in the demo.',
+)
+flags.DEFINE_list(
+  'methods',
+  None,
+  'generate: any of ar,chain,ddtree. Default: all; ar without --drafter.',
+)
+flags.DEFINE_list(
+  'prompt_ids', None, 'generate: token ids of the prompt, as in 1,2,3.'
+)
+flags.DEFINE_integer(
+  'max_new_tokens',
+  None,
+  'demo, generate: tokens to produce. Default: 24 in the demo, else 128.',
+)
+flags.DEFINE_integer(
+  'block_size',
+  None,
+  'demo, generate: 1 + positions drafted a round. Default: what the drafter '
+  'was trained for; 8 for stubs.',
+)
+flags.DEFINE_list(
+  'tree_budget',
+  None,
+  'demo, generate: draft nodes verified a round, the root not counted; a list '
+  'in generate gives one DDTree run each. Default: 16 in the demo, else 64.',
+)
+flags.DEFINE_enum(
+  'tree_policy',
+  None,
+  registry.names('tree_policy'),
+  'generate: how ddtree grows its tree. Default: best_first.',
+)
+flags.DEFINE_enum(
+  'dtype',
+  None,
+  ['float32', 'bfloat16'],
+  'generate: of weights, cache and arithmetic. Default: float32.',
+)
+flags.DEFINE_list(
+  'stop_ids',
+  None,
+  'generate: token ids that end the output; empty for none. Default: those of '
+  'the checkpoint.',
+)
+flags.DEFINE_integer(
+  'capacity',
+  None,
+  'generate: most tokens of prompt and output. Default: the next power of two '
+  'that holds both.',
+)
+flags.DEFINE_integer(
+  'prefill_chunk', None, 'generate: prompt tokens a prefill step. Default: 64.'
+)
+flags.DEFINE_string(
+  'output',
+  None,
+  'generate: JSONL file, default: standard output. make_bundle: .kdtr file, '
+  'default: VARIANT.kdtr.',
+)
+flags.DEFINE_bool(
+  'dump_trees', None, "generate: add every round's tree to the output."
+)
+flags.DEFINE_enum(
+  'variant', None, config_names(), 'make_bundle: a file in configs/.'
+)
+flags.DEFINE_integer(
+  'seed',
+  None,
+  'make_bundle: of weights and prompt. Default: from the variant name.',
+)
+
+
+def _fail(message: str) -> int:
+  print(f'error: {" ".join(message.split())}', file=sys.stderr)
+  return 2
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+  """Parses; a wrong flag ends the program with one line."""
+  try:
+    rest = flags.FLAGS(argv)
+  except flags.Error as error:
+    sys.exit(_fail(str(error)))
+  if len(rest) > 1:
+    sys.exit(_fail(f'unexpected argument {rest[1]!r}; flags begin with --'))
+  return rest
+
+
+def run_config() -> RunConfig:
+  """The parsed flags.
+
+  Raises:
+    UserError: a flag was given that the mode does not use.
+  """
+  values = {}
+  mode = flags.FLAGS.mode
+  for field in dataclasses.fields(RunConfig):
+    flag = flags.FLAGS[field.name]
+    if flag.value is None:
+      continue
+    if field.name not in ('mode', *MODES[mode].FLAGS):
+      raise UserError(f'--{field.name} is not used by --mode={mode}')
+    value = flag.value
+    values[field.name] = tuple(value) if isinstance(value, list) else value
+  return RunConfig(**values)
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  if not flags.FLAGS['verbosity'].present:
+    # JAX reports at INFO every accelerator that it does not find.
+    logging.set_verbosity(logging.WARNING)
+  try:
+    config = run_config()
+    sys.exit(MODES[config.mode].run(config))
+  except UserError as error:
+    sys.exit(_fail(str(error)))
+
+
+if __name__ == '__main__':
+  app.run(main, flags_parser=parse_flags)

@@ -1,0 +1,69 @@
+"""Models and prompts that several test files share."""
+
+import functools
+import json
+import pathlib
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from kdtree_jax import api, reference
+from kdtree_jax.config import ModelConfig, load_config
+from kdtree_jax.io import huggingface
+from kdtree_jax.io.tensors import MappingSource
+
+DATA = pathlib.Path(__file__).parent / 'data'
+FIXTURES = tuple(sorted(p.name for p in DATA.iterdir() if p.is_dir()))
+TRACED = tuple(
+  name for name in FIXTURES if (DATA / name / 'ddtree_trace.json').exists()
+)
+
+
+def target_of(
+  config: ModelConfig, seed: int = 0, dtype: str = 'float32'
+) -> api.Target:
+  """A target with random weights from the NumPy generator."""
+  tensors = reference.random_tensors(config.to_dict(), seed)
+  params = huggingface.target_params(
+    config, MappingSource(tensors), api.DTYPES[dtype], source_name='test'
+  )
+  return api.Target('test', config, params, api.DTYPES[dtype], (), {})
+
+
+@functools.cache
+def variant(name: str) -> api.Target:
+  """`configs/<name>.py`, reduced, with random weights."""
+  return target_of(load_config(name).reduced(), seed=len(name))
+
+
+def reference_of(config: ModelConfig, seed: int) -> reference.ReferenceModel:
+  """The NumPy model with the weights of `target_of(config, seed)`."""
+  fields = config.to_dict()
+  return reference.ReferenceModel(
+    fields, reference.random_tensors(fields, seed)
+  )
+
+
+@functools.cache
+def fixture(name: str) -> api.Target:
+  return api.load_target(DATA / name)
+
+
+@functools.cache
+def expected(name: str) -> dict[str, np.ndarray]:
+  return load_file(DATA / name / 'expected.safetensors')
+
+
+@functools.cache
+def trace(name: str) -> dict:
+  return json.loads((DATA / name / 'ddtree_trace.json').read_text())
+
+
+def prompt_of(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
+  rng = np.random.default_rng(seed)
+  return rng.integers(0, config.vocab_size, length).tolist()
+
+
+def relative_error(actual: np.ndarray, wanted: np.ndarray) -> float:
+  """Largest difference over the largest magnitude wanted."""
+  return float(np.abs(actual - wanted).max() / np.abs(wanted).max())
