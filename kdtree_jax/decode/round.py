@@ -219,6 +219,9 @@ def prefill_chunk(
     state.cache,
     valid,
   )
+  # The rows do not depend on the last layer's attention, which still reads
+  # the cache: without the barrier the write may come first, on a copy.
+  out = lax.optimization_barrier(out)
   path = jnp.broadcast_to(
     jnp.arange(chunk, dtype=jnp.int32)[None, :], tokens.shape
   )

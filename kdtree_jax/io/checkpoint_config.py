@@ -13,6 +13,13 @@ from typing import Any
 from kdtree_jax.config import DrafterConfig, ModelConfig, RopeScaling
 from kdtree_jax.drafters.dflash import default_target_layer_ids
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.fields import (
+  MAX_FLOAT,
+  MAX_INT,
+  REQUIRED,
+  Fields,
+  is_inert,
+)
 from kdtree_jax.io.files import show
 from kdtree_jax.io.tensors import CheckpointError, read_json
 
@@ -21,11 +28,8 @@ MODEL_TYPES = ('deepseek_v2', 'deepseek_v3', 'kimi_k2', 'glm4_moe_lite')
 WRAPPER_TYPES = ('kimi_k25',)
 DRAFTER_ARCHITECTURE = 'DFlashDraftModel'
 
-# No dimension, count or token id comes near this; sizes multiply safely.
-_MAX_INT = 2**31 - 1
-_MAX_FLOAT = 1e30
+# More layers than any model has: a config must not make us count for hours.
 _MAX_LAYERS = 4096
-_REQUIRED = object()
 
 # Housekeeping: names, dtypes, special tokens that the loop does not use,
 # training and sampling settings. Whatever they say, the logits are the same.
@@ -70,108 +74,6 @@ _IGNORED_IN_DRAFTER = _HOUSEKEEPING | {
 }
 
 
-def _is_inert(value: Any) -> bool:
-  """Whether a switch with this value is off, whatever it would do."""
-  return value is None or value is False or value in (0, '', [], {})
-
-
-class _Fields:
-  """Typed access to a JSON object that remembers which keys were asked for.
-
-  An absent key and null are the same. Every failure is a CheckpointError that
-  names the file and the key.
-  """
-
-  def __init__(self, raw: Any, where: str):
-    self._where = where
-    if not isinstance(raw, Mapping):
-      raise CheckpointError(f'{where}: {show(raw)} is not a JSON object')
-    self._raw, self._used = raw, set()
-
-  def error(self, key: str, problem: str) -> CheckpointError:
-    return CheckpointError(f'{self._where}: {show(key)[1:-1]} {problem}')
-
-  def get(self, key: str, default: Any = None) -> Any:
-    self._used.add(key)
-    value = self._raw.get(key)
-    if value is not None:
-      return value
-    if default is _REQUIRED:
-      raise self.error(key, 'is missing')
-    return default
-
-  def _typed(self, key: str, default: Any, kind: type, what: str) -> Any:
-    value = self.get(key, default)
-    if value is not default and type(value) is not kind:
-      raise self.error(key, f'is {show(value)}, not {what}')
-    return value
-
-  def integer(self, key: str, default: Any = _REQUIRED, least: int = 0) -> Any:
-    value = self._typed(key, default, int, 'an integer')
-    if value is not default and not least <= value <= _MAX_INT:
-      raise self.error(key, f'is {show(value)}, not in {least}..{_MAX_INT}')
-    return value
-
-  def number(
-    self,
-    key: str,
-    default: Any = _REQUIRED,
-    *,
-    above: float | None = None,
-    least: float | None = None,
-  ) -> Any:
-    value = self.get(key, default)
-    if value is default:
-      return value
-    if type(value) not in (int, float):
-      raise self.error(key, f'is {show(value)}, not a number')
-    if not abs(value) <= _MAX_FLOAT:
-      raise self.error(key, f'is {show(value)}, out of range')
-    if above is not None and value <= above:
-      raise self.error(key, f'is {show(value)}, not above {above}')
-    if least is not None and value < least:
-      raise self.error(key, f'is {show(value)}, below {least}')
-    return float(value)
-
-  def boolean(self, key: str, default: Any = _REQUIRED) -> Any:
-    return self._typed(key, default, bool, 'true or false')
-
-  def string(self, key: str, default: Any = _REQUIRED) -> Any:
-    return self._typed(key, default, str, 'a string')
-
-  def tuple_of(self, kind: type, key: str, default: Any = _REQUIRED) -> Any:
-    value = self._typed(key, default, list, 'a list')
-    if value is default:
-      return value
-    for item in value:
-      if type(item) is not kind or (kind is int and abs(item) > _MAX_INT):
-        raise self.error(key, f'holds {show(item)}, no {kind.__name__}')
-    return tuple(value)
-
-  def fixed(self, key: str, supported: Any) -> None:
-    """Checks a key that may be absent or have the one supported value."""
-    value = self.get(key)
-    if value is None:
-      return
-    # True == 1, but JSON knows better.
-    same = isinstance(value, bool) == isinstance(supported, bool)
-    if not same or value != supported:
-      raise self.error(
-        key, f'is {show(value)}; only {supported!r} is supported'
-      )
-
-  def finish(self, ignored: frozenset[str] | set[str] = frozenset()) -> None:
-    """Raises for a key that was not used, not ignored and not off."""
-    for key, value in self._raw.items():
-      if key in self._used or key in ignored or _is_inert(value):
-        continue
-      raise self.error(
-        key,
-        f'({show(value, 40)}) is not known to this engine and may change the '
-        'model',
-      )
-
-
 def check_sizes(fields: Any, where: str) -> None:
   """Bounds what a config read from a file can make the engine enumerate.
 
@@ -188,9 +90,9 @@ def check_sizes(fields: Any, where: str) -> None:
     check_sizes(value, where)
     items = value if isinstance(value, list | tuple) else [value]
     for item in items:
-      if type(item) in (int, float) and not abs(item) <= _MAX_FLOAT:
+      if type(item) in (int, float) and not abs(item) <= MAX_FLOAT:
         raise CheckpointError(f'{where}: {show(key)} is {show(item)}')
-      if type(item) is int and abs(item) > _MAX_INT:
+      if type(item) is int and abs(item) > MAX_INT:
         raise CheckpointError(f'{where}: {show(key)} is {show(item)}')
   layers = fields.get('num_hidden_layers')
   if type(layers) is int and layers > _MAX_LAYERS:
@@ -214,10 +116,11 @@ def check_numbers(config: ModelConfig | DrafterConfig, where: str) -> None:
   if yarn is not None:
     positive['rope_scaling.beta_fast'] = yarn.beta_fast
     positive['rope_scaling.beta_slow'] = yarn.beta_slow
-    for name in ('mscale', 'mscale_all_dim', 'attention_factor'):
-      value = getattr(yarn, name)
-      if value:
-        positive[f'rope_scaling.{name}'] = value
+    # An mscale of 0 means none; an amplitude of 0 would erase the positions.
+    for name in ('mscale', 'mscale_all_dim'):
+      positive[f'rope_scaling.{name}'] = getattr(yarn, name) or 1.0
+    if yarn.attention_factor is not None:
+      positive['rope_scaling.attention_factor'] = yarn.attention_factor
   for name, value in positive.items():
     if not (math.isfinite(value) and value > 0):
       raise CheckpointError(f'{where}: {name} is {value}, not positive')
@@ -227,7 +130,7 @@ def _rope_settings(
   raw: Any, where: str
 ) -> tuple[float | None, RopeScaling | None]:
   """Theta, if it is there, and YaRN from one dictionary of either spelling."""
-  fields = _Fields(raw, where)
+  fields = Fields(raw, where)
   old, new = fields.string('type', None), fields.string('rope_type', None)
   if old is not None and new is not None and old != new:
     raise fields.error('rope_type', f'is {show(new)}, but type is {show(old)}')
@@ -259,7 +162,7 @@ def _rope_settings(
 
 
 def _rope(
-  fields: _Fields, where: str, default_theta: Any
+  fields: Fields, where: str, default_theta: Any
 ) -> tuple[float, RopeScaling | None]:
   """Theta and YaRN in the spelling of transformers 4, of 5, or of both."""
   thetas = [fields.number('rope_theta', None, above=1)]
@@ -276,26 +179,26 @@ def _rope(
   if len(stated) > 1:
     raise fields.error('rope_theta', f'has several values: {sorted(stated)}')
   theta = stated.pop() if stated else default_theta
-  if theta is _REQUIRED:
+  if theta is REQUIRED:
     raise fields.error('rope_theta', 'is missing')
   return theta, scalings[0] if scalings else None
 
 
 def _unwrap(raw: Any, where: str) -> tuple[Any, str]:
   """The language model's own config, and its name for messages."""
-  fields = _Fields(raw, where)
+  fields = Fields(raw, where)
   kind = fields.get('model_type')
   if kind not in WRAPPER_TYPES:
     return raw, where
-  text = fields.get('text_config', _REQUIRED)
+  text = fields.get('text_config', REQUIRED)
   _reject_quantization(fields)
   fields.finish(_IGNORED_IN_WRAPPER)
   return text, f'{where}: text_config'
 
 
-def _reject_quantization(fields: _Fields) -> None:
+def _reject_quantization(fields: Fields) -> None:
   settings = fields.get('quantization_config')
-  if settings is None or _is_inert(settings):
+  if settings is None or is_inert(settings):
     return
   method = settings
   if isinstance(settings, Mapping):
@@ -306,7 +209,7 @@ def _reject_quantization(fields: _Fields) -> None:
   )
 
 
-def _eos_ids(fields: _Fields) -> tuple[int, ...]:
+def _eos_ids(fields: Fields) -> tuple[int, ...]:
   if isinstance(fields.get('eos_token_id'), list):
     ids = fields.tuple_of(int, 'eos_token_id')
   else:
@@ -331,7 +234,7 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
     CheckpointError: unsupported, quantised, ill-typed, missing or unknown.
   """
   text, where = _unwrap(raw, source_name)
-  fields = _Fields(text, where)
+  fields = Fields(text, where)
   kind = fields.get('model_type')
   if kind not in MODEL_TYPES:
     raise fields.error(
@@ -360,14 +263,14 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
   return config
 
 
-def _attention_arguments(fields: _Fields, where: str) -> dict[str, Any]:
+def _attention_arguments(fields: Fields, where: str) -> dict[str, Any]:
   heads = fields.integer('num_attention_heads', least=1)
   nope = fields.integer('qk_nope_head_dim', least=1)
   rope = fields.integer('qk_rope_head_dim', least=1)
   # Redundant in this family, but then they must not contradict.
   fields.fixed('qk_head_dim', nope + rope)
   fields.fixed('num_key_value_heads', heads)
-  theta, scaling = _rope(fields, where, _REQUIRED)
+  theta, scaling = _rope(fields, where, REQUIRED)
   return {
     'hidden_size': fields.integer('hidden_size', least=1),
     'num_attention_heads': heads,
@@ -386,7 +289,7 @@ def _attention_arguments(fields: _Fields, where: str) -> dict[str, Any]:
   }
 
 
-def _mlp_arguments(fields: _Fields, kind: str) -> dict[str, Any]:
+def _mlp_arguments(fields: Fields, kind: str) -> dict[str, Any]:
   v2, glm = kind == 'deepseek_v2', kind == 'glm4_moe_lite'
   arguments = {
     'num_hidden_layers': fields.integer('num_hidden_layers', least=1),
@@ -403,12 +306,12 @@ def _mlp_arguments(fields: _Fields, kind: str) -> dict[str, Any]:
     ),
     'topk_method': fields.string('topk_method', 'greedy' if v2 else 'noaux_tc'),
   }
-  stated = _REQUIRED if arguments['n_routed_experts'] else 0
-  grouped = stated is _REQUIRED and arguments['topk_method'] != 'greedy'
+  stated = REQUIRED if arguments['n_routed_experts'] else 0
+  grouped = stated is REQUIRED and arguments['topk_method'] != 'greedy'
   normalise = fields.boolean(
-    'norm_topk_prob', _REQUIRED if stated is _REQUIRED and not v2 else False
+    'norm_topk_prob', REQUIRED if stated is REQUIRED and not v2 else False
   )
-  groups = _REQUIRED if grouped and not glm else 1
+  groups = REQUIRED if grouped and not glm else 1
   return arguments | {
     'moe_intermediate_size': fields.integer('moe_intermediate_size', stated),
     'num_experts_per_tok': fields.integer('num_experts_per_tok', stated),
@@ -417,7 +320,7 @@ def _mlp_arguments(fields: _Fields, kind: str) -> dict[str, Any]:
     # transformers does not normalise in this class, whatever the key says.
     'norm_topk_prob': normalise and not v2,
     'routed_scaling_factor': fields.number(
-      'routed_scaling_factor', _REQUIRED if stated is _REQUIRED else 1.0
+      'routed_scaling_factor', REQUIRED if stated is REQUIRED else 1.0
     ),
   }
 
@@ -441,7 +344,7 @@ def drafter_config(raw: Any, source_name: str = 'config.json') -> DrafterConfig:
     CheckpointError: another architecture, a variant of DFlash that this
       engine does not have, or a key that is ill-typed, missing or unknown.
   """
-  fields = _Fields(_merge_dflash(raw, source_name), source_name)
+  fields = Fields(_merge_dflash(raw, source_name), source_name)
   _check_drafter_switches(fields)
   layers = fields.integer('num_hidden_layers', least=1)
   _check_full_attention(fields, layers)
@@ -482,9 +385,9 @@ def drafter_config(raw: Any, source_name: str = 'config.json') -> DrafterConfig:
 
 def _merge_dflash(raw: Any, where: str) -> dict[str, Any]:
   """Both levels as one object; a key in both must have one value."""
-  fields = _Fields(raw, where)
+  fields = Fields(raw, where)
   nested = fields.get('dflash_config', {})
-  _Fields(nested, f'{where}: dflash_config')
+  Fields(nested, f'{where}: dflash_config')
   merged = {k: v for k, v in raw.items() if k != 'dflash_config'}
   for key, value in nested.items():
     outer = merged.get(key)
@@ -499,7 +402,7 @@ def _merge_dflash(raw: Any, where: str) -> dict[str, Any]:
   return merged
 
 
-def _check_drafter_switches(fields: _Fields) -> None:
+def _check_drafter_switches(fields: Fields) -> None:
   names = fields.get('architectures')
   if names != [DRAFTER_ARCHITECTURE]:
     raise fields.error(
@@ -513,7 +416,7 @@ def _check_drafter_switches(fields: _Fields) -> None:
   fields.fixed('attention_value_scale', 1)
 
 
-def _check_full_attention(fields: _Fields, layers: int) -> None:
+def _check_full_attention(fields: Fields, layers: int) -> None:
   """Refuses sliding windows: implementations disagree on their masks."""
   if fields.boolean('use_sliding_window', False):
     raise fields.error(
@@ -552,14 +455,14 @@ def stop_ids(
   """
   folder = pathlib.Path(directory)
   where = str(folder / 'config.json')
-  sources = [_Fields(raw_config, where)]
+  sources = [Fields(raw_config, where)]
   text, text_where = _unwrap(raw_config, where)
   if text is not raw_config:
-    sources.append(_Fields(text, text_where))
+    sources.append(Fields(text, text_where))
   vocab = sources[-1].integer('vocab_size', None)
   path = folder / 'generation_config.json'
   if path.exists():
-    sources.append(_Fields(read_json(path), str(path)))
+    sources.append(Fields(read_json(path), str(path)))
   ids: dict[int, None] = {}
   for source in sources:
     for token in _eos_ids(source):

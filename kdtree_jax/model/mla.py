@@ -17,14 +17,17 @@ Attend = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _per_head(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-  y = jnp.einsum(
+  """A product batched over heads, accumulated in float32, in x's dtype.
+
+  XLA's CPU backend has no such product from bfloat16 to float32.
+  """
+  return jnp.einsum(
     spec,
     x,
     w,
     precision=lax.Precision.HIGHEST,
-    preferred_element_type=jnp.float32,
+    preferred_element_type=x.dtype,
   )
-  return y.astype(x.dtype)
 
 
 class MultiHeadLatentAttention(nn.Module):

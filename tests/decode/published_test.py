@@ -86,9 +86,7 @@ def test_first_draft(name):
 @pytest.mark.parametrize(('name', 'budget'), CASES)
 def test_ddtree(name, budget):
   (wanted,) = [
-    run
-    for run in support.trace(name)['runs']
-    if run['tree_budget'] == budget
+    run for run in support.trace(name)['runs'] if run['tree_budget'] == budget
   ]
   result = run(name, drafter_of(name), tree_budget=budget, record_rounds=True)
   assert ids_of(result) == wanted['output_ids']

@@ -33,9 +33,7 @@ def test_logits_are_those_of_transformers(name):
 def test_greedy_is_that_of_transformers(name):
   target, wanted = support.fixture(name), support.expected(name)
   prompt = wanted['input_ids']
-  result = api.generate(
-    target, None, prompt, max_new_tokens=24, stop_ids=()
-  )
+  result = api.generate(target, None, prompt, max_new_tokens=24, stop_ids=())
   ids = [*result.prompt_ids, *result.output_ids]
   assert ids == wanted['greedy_ids'].tolist()
 
@@ -169,9 +167,7 @@ def test_batch_rows_equal_their_single_runs():
     alone = filled([prompt])
     n = len(prompt)
     assert int(together.length[b]) == n
-    assert np.array_equal(
-      together.tokens[b, : n + 1], alone.tokens[0, : n + 1]
-    )
+    assert np.array_equal(together.tokens[b, : n + 1], alone.tokens[0, : n + 1])
     rows = np.asarray(together.cache.latent[:, b, :n])
     wanted = np.asarray(alone.cache.latent[:, 0, :n])
     assert support.relative_error(rows, wanted) < NODE_TOLERANCE

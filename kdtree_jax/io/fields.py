@@ -1,0 +1,114 @@
+"""Typed, strict access to the keys of a JSON object."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kdtree_jax.io.files import show
+from kdtree_jax.io.tensors import CheckpointError
+
+# No dimension, count or token id comes near this; sizes multiply safely.
+MAX_INT = 2**31 - 1
+MAX_FLOAT = 1e30
+REQUIRED = object()
+
+
+def is_inert(value: Any) -> bool:
+  """Whether a switch with this value is off, whatever it would do."""
+  return value is None or value is False or value in (0, '', [], {})
+
+
+class Fields:
+  """Typed access to a JSON object that remembers which keys were asked for.
+
+  An absent key and null are the same. Every failure is a CheckpointError that
+  names the file and the key.
+  """
+
+  def __init__(self, raw: Any, where: str):
+    self._where = where
+    if not isinstance(raw, Mapping):
+      raise CheckpointError(f'{where}: {show(raw)} is not a JSON object')
+    self._raw, self._used = raw, set()
+
+  def error(self, key: str, problem: str) -> CheckpointError:
+    return CheckpointError(f'{self._where}: {show(key)[1:-1]} {problem}')
+
+  def get(self, key: str, default: Any = None) -> Any:
+    self._used.add(key)
+    value = self._raw.get(key)
+    if value is not None:
+      return value
+    if default is REQUIRED:
+      raise self.error(key, 'is missing')
+    return default
+
+  def _typed(self, key: str, default: Any, kind: type, what: str) -> Any:
+    value = self.get(key, default)
+    if value is not default and type(value) is not kind:
+      raise self.error(key, f'is {show(value)}, not {what}')
+    return value
+
+  def integer(self, key: str, default: Any = REQUIRED, least: int = 0) -> Any:
+    value = self._typed(key, default, int, 'an integer')
+    if value is not default and not least <= value <= MAX_INT:
+      raise self.error(key, f'is {show(value)}, not in {least}..{MAX_INT}')
+    return value
+
+  def number(
+    self,
+    key: str,
+    default: Any = REQUIRED,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+  ) -> Any:
+    value = self.get(key, default)
+    if value is default:
+      return value
+    if type(value) not in (int, float):
+      raise self.error(key, f'is {show(value)}, not a number')
+    if not abs(value) <= MAX_FLOAT:
+      raise self.error(key, f'is {show(value)}, out of range')
+    if above is not None and value <= above:
+      raise self.error(key, f'is {show(value)}, not above {above}')
+    if least is not None and value < least:
+      raise self.error(key, f'is {show(value)}, below {least}')
+    return float(value)
+
+  def boolean(self, key: str, default: Any = REQUIRED) -> Any:
+    return self._typed(key, default, bool, 'true or false')
+
+  def string(self, key: str, default: Any = REQUIRED) -> Any:
+    return self._typed(key, default, str, 'a string')
+
+  def tuple_of(self, kind: type, key: str, default: Any = REQUIRED) -> Any:
+    value = self._typed(key, default, list, 'a list')
+    if value is default:
+      return value
+    for item in value:
+      if type(item) is not kind or (kind is int and abs(item) > MAX_INT):
+        raise self.error(key, f'holds {show(item)}, no {kind.__name__}')
+    return tuple(value)
+
+  def fixed(self, key: str, supported: Any) -> None:
+    """Checks a key that may be absent or have the one supported value."""
+    value = self.get(key)
+    if value is None:
+      return
+    # True == 1, but JSON knows better.
+    same = isinstance(value, bool) == isinstance(supported, bool)
+    if not same or value != supported:
+      raise self.error(
+        key, f'is {show(value)}; only {supported!r} is supported'
+      )
+
+  def finish(self, ignored: frozenset[str] | set[str] = frozenset()) -> None:
+    """Raises for a key that was not used, not ignored and not off."""
+    for key, value in self._raw.items():
+      if key in self._used or key in ignored or is_inert(value):
+        continue
+      raise self.error(
+        key,
+        f'({show(value, 40)}) is not known to this engine and may change the '
+        'model',
+      )

@@ -1,0 +1,367 @@
+"""Drivers, compiled text, stops, limits and what lies behind the length."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kdtree_jax import api
+from kdtree_jax.decode import Engine, init_state, profile, stream
+from kdtree_jax.decode import generate as drivers
+from kdtree_jax.decode.generate import decode_loop
+from kdtree_jax.decode.programs import PROGRAMS
+from kdtree_jax.decode.round import (
+  accept_path,
+  build_tree,
+  decode_round,
+  draft,
+  prefill,
+  verify,
+)
+from kdtree_jax.registry import names
+from tests import support
+
+FIXTURE = 'deepseek_v3_trained_drafter'
+NEW_TOKENS = 24
+
+
+def trained(tree_budget=16, capacity=64, block_size=None):
+  """A pair whose rounds commit up to 8 tokens."""
+  target = support.fixture(FIXTURE)
+  folder = support.DATA / FIXTURE / 'dflash'
+  drafter = api.load_drafter(folder, target, block_size)
+  engine = api.make_engine(
+    target,
+    drafter,
+    0,
+    tree_budget=tree_budget,
+    tree_policy='best_first',
+    capacity=capacity,
+    prefill_chunk=8,
+    kernels='auto',
+  )
+  return engine, {'target': target.params, 'drafter': drafter.params}
+
+
+def fresh(engine, prompts=None, new_tokens=NEW_TOKENS, stop_ids=()):
+  prompts = prompts or [support.trace(FIXTURE)['prompt']]
+  return init_state(
+    engine, prompts, [new_tokens] * len(prompts), stop_ids, jnp.float32
+  )
+
+
+def golden(count):
+  trace = support.trace(FIXTURE)
+  return trace['ar_ids'][len(trace['prompt']) :][:count]
+
+
+def test_three_drivers_agree_bitwise():
+  engine, params = trained()
+  looped, _ = drivers.generate(engine, params, fresh(engine))
+  streamed = [step[0] for step in stream(engine, params, fresh(engine))][-1]
+  staged, times = profile(engine, params, fresh(engine))
+  rounds = int(looped.stats.rounds)
+  assert rounds < NEW_TOKENS
+  assert times.verify.shape == times.commit.shape == (rounds,)
+  for other in (streamed, staged):
+    ours, theirs = jax.tree.leaves(looped), jax.tree.leaves(other)
+    for a, b in zip(ours, theirs, strict=True):
+      assert np.array_equal(a, b)
+
+
+def test_same_run_twice_is_bitwise_equal():
+  engine, params = trained()
+  first, _ = drivers.generate(engine, params, fresh(engine))
+  second, _ = drivers.generate(engine, params, fresh(engine))
+  for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+    assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize('name', (None, *names('drafter')))
+def test_the_loop_never_leaves_the_device(name):
+  target = support.variant('tiny')
+  drafter = api.load_drafter(name, target, 4) if name else None
+  engine = api.make_engine(
+    target,
+    drafter,
+    0,
+    tree_budget=9,
+    tree_policy='best_first',
+    capacity=32,
+    prefill_chunk=4,
+    kernels='auto',
+  )
+  params = {'target': target.params, 'drafter': {}}
+  if drafter:
+    params['drafter'] = drafter.params
+    if drafter.drafter.needs_golden:
+      params['drafter'] = api.golden_params(engine, [[1]])
+  state = fresh(engine, [[1]], 4)
+  for function in (prefill, decode_loop):
+    program, _ = PROGRAMS.get(function, engine, params, state, donate=True)
+    text = program.as_text()
+    assert 'while(' in text
+    found = re.findall(r'callback|infeed|outfeed|\bsend|\brecv', text)
+    assert not found, f'{function.__name__}: {found}'
+
+
+@pytest.mark.parametrize('batch', (1, 3))
+def test_no_cache_is_copied(batch):
+  """Sizes are chosen so that no other array has a cache's shape."""
+  engine, params = trained(capacity=83)
+  state = fresh(engine, [[1, 2, 3]] * batch)
+  caches = (state.cache.latent, state.drafter_state.context)
+  for function in (prefill, decode_loop):
+    program, _ = PROGRAMS.get(function, engine, params, state, donate=True)
+    text = program.as_text()
+    for cache in caches:
+      shape = re.escape(','.join(map(str, cache.shape)))
+      assert re.search(rf'f32\[{shape}\]', text), 'the pattern is stale'
+      copies = re.findall(rf'= f32\[{shape}\]\S* copy\(.*', text)
+      assert not copies, f'{function.__name__}: {copies}'
+
+
+def test_undonated_caches_are_copied():
+  """The control of the test above: its pattern does find a copy."""
+  engine, params = trained(capacity=83)
+  state = fresh(engine, [[1, 2, 3]])
+  program, _ = PROGRAMS.get(decode_loop, engine, params, state)
+  shape = re.escape(','.join(map(str, state.cache.latent.shape)))
+  assert re.search(rf'= f32\[{shape}\]\S* copy\(', program.as_text())
+
+
+def test_one_compilation_serves_every_prompt_length():
+  engine, params = trained(capacity=61)
+  drivers.generate(engine, params, fresh(engine))
+  before = PROGRAMS.compilations
+  for length in (1, 7, 8, 9, 30):
+    prompt = support.prompt_of(engine.config, length)
+    for new_tokens, stops in ((1, ()), (5, (3,))):
+      state = fresh(engine, [prompt], new_tokens, stops)
+      drivers.generate(engine, params, state)
+  assert PROGRAMS.compilations == before
+
+
+@pytest.mark.parametrize('new_tokens', (1, 2, 3, 7, 23))
+def test_max_new_tokens_is_exact(new_tokens):
+  engine, params = trained()
+  state, seconds = drivers.generate(
+    engine, params, fresh(engine, new_tokens=new_tokens)
+  )
+  result = drivers.result_of(state, 0, new_tokens, seconds)
+  assert result.output_ids == golden(new_tokens)
+  assert result.stop_reason == 'length'
+  total = sum(result.acceptance_lengths)
+  assert total >= new_tokens > total - result.acceptance_lengths[-1]
+
+
+@pytest.mark.parametrize('stop', sorted(set(golden(40))))
+def test_stop_is_the_end(stop):
+  """Every token of the output once as the stop: root, mid-path, leaf."""
+  engine, params = trained()
+  output = golden(40)
+  wanted = output[: output.index(stop) + 1]
+  state, seconds = drivers.generate(
+    engine, params, fresh(engine, new_tokens=40, stop_ids=(stop,))
+  )
+  result = drivers.result_of(state, 0, 40, seconds)
+  assert result.output_ids == wanted
+  assert result.stop_reason == 'stop'
+  assert sum(result.acceptance_lengths) == len(wanted)
+  assert int(state.length[0]) == len(result.prompt_ids) + len(wanted)
+
+
+def test_a_stop_at_the_last_allowed_token_is_a_stop():
+  engine, params = trained()
+  output = golden(40)
+  count = next(i for i in range(8, 40) if output[i] not in output[:i]) + 1
+  for allowed, reason in ((count, 'stop'), (count - 1, 'length')):
+    state, seconds = drivers.generate(
+      engine,
+      params,
+      fresh(engine, new_tokens=allowed, stop_ids=(output[count - 1],)),
+    )
+    result = drivers.result_of(state, 0, allowed, seconds)
+    assert (result.stop_reason, len(result.output_ids)) == (reason, allowed)
+
+
+def test_rejected_siblings_do_not_stop():
+  """Every token that is never produced is a stop; many of them are drafted."""
+  engine, params = trained(tree_budget=64)
+  output = golden(NEW_TOKENS)
+  never = [t for t in range(64) if t not in output][:16]
+  state, seconds = drivers.generate(
+    engine, params, fresh(engine, stop_ids=never)
+  )
+  result = drivers.result_of(state, 0, NEW_TOKENS, seconds)
+  assert (result.output_ids, result.stop_reason) == (output, 'length')
+
+
+@pytest.mark.parametrize('capacity', (12, 17, 30))
+def test_capacity_is_reached_exactly(capacity):
+  engine, params = trained(capacity=capacity)
+  state, seconds = drivers.generate(engine, params, fresh(engine))
+  result = drivers.result_of(state, 0, NEW_TOKENS, seconds)
+  room = capacity - len(result.prompt_ids)
+  assert result.output_ids == golden(min(room, NEW_TOKENS))
+  assert result.stop_reason == ('capacity' if room < NEW_TOKENS else 'length')
+
+
+def test_a_prompt_that_fills_the_capacity_yields_nothing():
+  engine, params = trained(capacity=11)
+  state, seconds = drivers.generate(engine, params, fresh(engine))
+  result = drivers.result_of(state, 0, NEW_TOKENS, seconds)
+  assert (result.output_ids, result.stop_reason) == ([], 'capacity')
+  assert result.target_forwards == 0
+
+
+def poisoned(state):
+  """NaN wherever nobody may look: behind the length, in both caches."""
+
+  def behind(rows):
+    at = jnp.arange(rows.shape[2], dtype=jnp.int32)[None, :]
+    hidden = (at >= state.length[:, None])[None, :, :, None]
+    return jnp.where(hidden, jnp.nan, rows)
+
+  return state.replace(
+    cache=state.cache.replace(latent=behind(state.cache.latent)),
+    drafter_state=state.drafter_state.replace(
+      context=behind(state.drafter_state.context)
+    ),
+  )
+
+
+def test_nothing_behind_the_length_is_read():
+  engine, params = trained()
+  steps = jax.jit(decode_round, static_argnums=0)
+  clean = jax.jit(prefill, static_argnums=0)(
+    engine, params, poisoned(fresh(engine))
+  )
+  dirty = poisoned(clean)
+  for number in range(6):
+    clean, ours = steps(engine, params, clean)
+    dirty, theirs = steps(engine, params, dirty)
+    for a, b in zip(
+      jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True
+    ):
+      assert np.array_equal(a, b), f'round {number}'
+    length = int(clean.length[0])
+    for a, b in (
+      (clean.cache.latent, dirty.cache.latent),
+      (clean.drafter_state.context, dirty.drafter_state.context),
+    ):
+      assert np.array_equal(a[:, :, :length], b[:, :, :length])
+    dirty = poisoned(dirty)
+  assert length > 20
+
+
+def test_committed_rows_are_those_of_a_fresh_prefill():
+  """Five rounds and more of compaction, against never having speculated."""
+  engine, params = trained()
+  state, _ = drivers.generate(engine, params, fresh(engine))
+  length = int(state.length[0])
+  whole = fresh(engine, [state.tokens[0, :length].tolist()], 1)
+  whole = jax.jit(prefill, static_argnums=0)(engine, params, whole)
+  for a, b in (
+    (state.cache.latent, whole.cache.latent),
+    (state.drafter_state.context, whole.drafter_state.context),
+  ):
+    a, b = np.asarray(a[:, :, :length]), np.asarray(b[:, :, :length])
+    assert support.relative_error(a, b) < 1e-5
+  assert state.tokens[0, length] == whole.tokens[0, length]
+
+
+def test_every_node_is_verified_as_if_alone():
+  """Logits of each node against AR on the tokens of its own path."""
+  engine, params = trained(tree_budget=24)
+  state = jax.jit(prefill, static_argnums=0)(engine, params, fresh(engine))
+  state, _ = jax.jit(decode_round, static_argnums=0)(engine, params, state)
+
+  def verified(state):
+    tree = build_tree(engine, state, draft(engine, params, state))
+    tokens, out = verify(engine, params, state, tree)
+    return tree, tokens, engine.apply(params, out.hidden, method='logits')
+
+  tree, tokens, logits = jax.jit(verified)(state)
+  target = support.fixture(FIXTURE)
+  length = int(state.length[0])
+  prefix = state.tokens[0, :length].tolist()
+  paths = {-1: []}
+  for node in range(int(tree.num_nodes[0])):
+    token = int(tree.tokens[0, node])
+    paths[node] = [*paths[int(tree.parents[0, node])], token]
+    alone = api.forward_logits(target, [*prefix, *paths[node]])[-1]
+    ours = np.asarray(logits[0, node])
+    assert support.relative_error(ours, alone) < 1e-5, f'node {node}'
+    assert int(tokens[0, node]) == alone.argmax()
+
+
+def test_a_larger_tree_never_accepts_less():
+  engine, _ = trained()
+  accepted = []
+  for budget in (0, 1, 3, 7, 16, 33):
+    engine, params = trained(tree_budget=budget)
+    state = jax.jit(prefill, static_argnums=0)(engine, params, fresh(engine))
+    logits = draft(engine, params, state)
+    tree = build_tree(engine, state, logits)
+    tokens, _ = verify(engine, params, state, tree)
+    found = accept_path(engine, state, tree, tokens)
+    accepted.append(int(found.acceptance_length[0]))
+  assert accepted == sorted(accepted)
+  assert accepted[0] == 1
+
+
+def test_shrinking_and_growing_in_one_process():
+  wanted = golden(12)
+  for budget, capacity in ((33, 64), (1, 32), (33, 64), (7, 128), (0, 24)):
+    engine, params = trained(budget, capacity)
+    state, seconds = drivers.generate(
+      engine, params, fresh(engine, new_tokens=12)
+    )
+    assert drivers.result_of(state, 0, 12, seconds).output_ids == wanted
+
+
+def test_a_smaller_block_uses_the_first_positions_of_the_trained_one():
+  engine, params = trained()
+  small, _ = trained(block_size=4)
+  state = jax.jit(prefill, static_argnums=0)(engine, params, fresh(engine))
+  assert np.array_equal(
+    draft(engine, params, state)[:, :3], draft(small, params, state)
+  )
+
+
+def test_bfloat16_runs_and_repeats_bitwise():
+  target = api.load_target(support.DATA / FIXTURE, 'bfloat16')
+  drafter = api.load_drafter(support.DATA / FIXTURE / 'dflash', target)
+  prompt = support.trace(FIXTURE)['prompt']
+  first, second = (
+    api.generate(target, drafter, prompt, max_new_tokens=12, stop_ids=())
+    for _ in range(2)
+  )
+  assert first.output_ids == second.output_ids
+  assert len(first.output_ids) == 12
+
+
+def test_without_jit():
+  """JAX_DISABLE_JIT: every operation is legal outside a trace as well."""
+  engine, params = trained(tree_budget=3, capacity=16)
+  with jax.disable_jit():
+    state = prefill(engine, params, fresh(engine, new_tokens=2))
+    state, _ = decode_round(engine, params, state)
+  assert int(state.tokens[0, 11]) == golden(1)[0]
+
+
+def test_engine_refuses_what_cannot_be():
+  engine, _ = trained()
+  with pytest.raises(api.UserError, match='needs a drafter'):
+    Engine(engine.config, None, engine.decode)
+  with pytest.raises(api.UserError, match='block_size=4'):
+    Engine(
+      engine.config,
+      engine.drafter,
+      api.DecodeConfig(tree_budget=3, draft_depth=3),
+    )
+  with pytest.raises(api.UserError, match='max_position_embeddings=512'):
+    trained(capacity=513)

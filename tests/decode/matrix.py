@@ -1,0 +1,52 @@
+"""The losslessness matrix and a pairwise selection of it."""
+
+import itertools
+from typing import NamedTuple
+
+from kdtree_jax import registry
+from kdtree_jax.config import config_names
+
+
+class Case(NamedTuple):
+  variant: str
+  drafter: str
+  policy: str
+  budget: int
+  batch: int
+
+
+# The vocabularies of reduced variants have at most 61 tokens.
+AXES = (
+  config_names(),
+  registry.names('drafter'),
+  registry.names('tree_policy'),
+  (0, 1, 7, 64, 97),
+  (1, 3),
+)
+
+
+def whole() -> list[Case]:
+  """Every combination."""
+  return [Case(*values) for values in itertools.product(*AXES)]
+
+
+def pairwise() -> list[Case]:
+  """Combinations in which every two values of two axes meet somewhere.
+
+  Greedy: each pick is the combination with the most pairs not met so far,
+  the first of those that are equal.
+  """
+  remaining = whole()
+  axes = list(itertools.combinations(range(len(AXES)), 2))
+
+  def pairs(case):
+    return {(i, j, case[i], case[j]) for i, j in axes}
+
+  missing = set().union(*(pairs(case) for case in remaining))
+  chosen = []
+  while missing:
+    best = max(remaining, key=lambda case: len(pairs(case) & missing))
+    missing -= pairs(best)
+    remaining.remove(best)
+    chosen.append(best)
+  return chosen

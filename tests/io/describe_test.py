@@ -1,0 +1,118 @@
+"""Descriptions of checkpoints and bundles."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.describe import describe
+from kdtree_jax.io.kdtr import write_bundle
+from kdtree_jax.io.tensors import SafetensorsSource
+from tests.io import fixtures
+from tests.io.fixtures import DATA, make_bundle, raw_config
+
+
+@pytest.fixture
+def no_reads(monkeypatch):
+  def fail(self, name):
+    raise AssertionError(name)
+
+  monkeypatch.setattr(SafetensorsSource, 'read', fail)
+
+
+def values(tensors):
+  return sum(v.size for v in tensors.values())
+
+
+@pytest.mark.parametrize('name', fixtures.TARGETS)
+def test_a_target(name, no_reads):
+  text = describe(DATA / name)
+  tensors = fixtures.load(name)
+  raw = raw_config(name)
+  total = values(tensors)
+  routed = values({k: v for k, v in tensors.items() if '.experts.' in k})
+  idle = raw['n_routed_experts'] - raw['num_experts_per_tok']
+  active = total - routed * idle // raw['n_routed_experts']
+  assert f'parameters: {total:,} ({active:,} active per token)' in text
+  assert f'bytes: F32 {4 * total:,}' in text
+  assert 'stop ids: 1\n' in text
+  assert 'skipped: none' in text
+  experts = raw['n_routed_experts']
+  row = f'model.layers.1.mlp.experts.{{0..{experts - 1}}}.gate_proj.weight'
+  assert f'{row}  F32    {experts} x [24, 64]' in text
+  assert all(len(line) <= 160 for line in text.splitlines())
+
+
+@pytest.mark.parametrize('name', fixtures.DRAFTERS)
+def test_a_drafter(name, no_reads):
+  text = describe(DATA / name / 'dflash')
+  total = values(fixtures.load(f'{name}/dflash'))
+  raw = raw_config(f'{name}/dflash')
+  assert 'DFlash drafter' in text
+  assert f'parameters: {total:,}\n' in text
+  assert f'block: {raw["block_size"]} tokens, mask id' in text
+
+
+def test_what_is_skipped_and_fused_experts(tmp_path, no_reads):
+  raw = fixtures.load('moonlight')
+  raw |= {f'model.layers.{i}.eh_proj.weight': np.zeros(2) for i in (2, 3)}
+  raw['vision_tower.x'] = np.zeros(2)
+  safetensors.numpy.save_file(raw, tmp_path / 'model.safetensors')
+  config = DATA / 'moonlight' / 'config.json'
+  shutil.copy(config, tmp_path / 'config.json')
+  (tmp_path / 'generation_config.json').write_text('{"eos_token_id": [5]}')
+  text = describe(tmp_path)
+  assert 'skipped: 2 (layer behind the last' in text
+  assert "skipped: 1 (vision), first 'vision_tower.x'" in text
+  assert 'stop ids: 1, 5' in text
+  assert 'eh_proj' not in text.split('tensor  ')[1]
+
+
+def test_a_bundle(tmp_path):
+  path = tmp_path / 'toy.kdtr'
+  write_bundle(path, make_bundle())
+  text = describe(path)
+  assert "KDTR bundle 'toy'" in text
+  assert 'stop ids: 1, 3' in text
+  assert 'golden: ar_tokens [2], layer_0 [3, 2], prompt [3]' in text
+  assert 'recipe seed: 7' in text
+  assert 'drafter block: 4 tokens, mask id 10, taps after layers 0, 1' in text
+  assert 'drafter bytes: BF16' in text
+  assert 'model.layers.1.mlp.experts.{0..3}.up_proj.weight' in text
+  bare = make_bundle(drafter=None, drafter_config=None, golden={})
+  write_bundle(path, bare)
+  text = describe(path)
+  assert 'golden: none' in text
+  assert 'drafter: none' in text
+
+
+def test_layers_are_in_the_order_of_numbers(tmp_path):
+  config = raw_config('moonlight', num_hidden_layers=11)
+  raw = fixtures.load('moonlight')
+  for name, value in list(raw.items()):
+    if name.startswith('model.layers.1.'):
+      for layer in range(2, 11):
+        raw[name.replace('layers.1.', f'layers.{layer}.')] = value
+  safetensors.numpy.save_file(raw, tmp_path / 'model.safetensors')
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  text = describe(tmp_path)
+  assert text.index('model.layers.9.mlp') < text.index('model.layers.10.mlp')
+
+
+def test_what_cannot_be_described(tmp_path):
+  with pytest.raises(UserError, match='no such file'):
+    describe(tmp_path / 'none.kdtr')
+  with pytest.raises(UserError, match='config.json: no such file'):
+    describe(tmp_path)
+  with pytest.raises(UserError, match='neither a .kdtr bundle nor'):
+    describe(DATA / 'moonlight' / 'model.safetensors')
+  (tmp_path / 'x.kdtr').write_bytes(b'x')
+  with pytest.raises(UserError, match='x.kdtr: not a complete safetensors'):
+    describe(tmp_path / 'x.kdtr')
+  raw = raw_config('moonlight', quantization_config={'quant_method': 'fp8'})
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  with pytest.raises(UserError, match='quantised weights are not supported'):
+    describe(tmp_path)
