@@ -1,17 +1,17 @@
 """DDTree speculative decoding for MLA+MoE language models.
 
-  python run.py
-      The demo: autoregressive (AR) and DDTree decoding of a tiny model give
-      the same tokens, DDTree in an eighth of the target forwards.
+python run.py
+    The demo: autoregressive (AR) and DDTree decoding of a tiny model give
+    the same tokens, DDTree in an eighth of the target forwards.
 
-  python run.py --mode=generate --target=DIR --drafter=DIR --prompt_ids=1,2,3
-      Continues a prompt by AR, DFlash chain and DDTree; one JSON line a run.
+python run.py --mode=generate --target=DIR --drafter=DIR --prompt_ids=1,2,3
+    Continues a prompt by AR, DFlash chain and DDTree; one JSON line a run.
 
-  python run.py --mode=make_bundle --variant=tiny
-      Generates a random-weight bundle of configs/tiny.py with golden answers.
+python run.py --mode=make_bundle --variant=tiny
+    Generates a random-weight bundle of configs/tiny.py with golden answers.
 
-  python run.py --mode=inspect --target=FILE.kdtr
-      Says what is in a bundle or a checkpoint folder.
+python run.py --mode=inspect --target=FILE.kdtr
+    Says what is in a bundle or a checkpoint folder.
 """
 
 import dataclasses

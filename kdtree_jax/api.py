@@ -64,9 +64,7 @@ class LoadedDrafter:
     return self.drafter.block_size
 
 
-def load_target(
-  path: str | os.PathLike, dtype: str = 'float32'
-) -> Target:
+def load_target(path: str | os.PathLike, dtype: str = 'float32') -> Target:
   """Loads a KDTR bundle or a checkpoint folder in the Hugging Face layout.
 
   Args:

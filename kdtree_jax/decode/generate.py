@@ -43,9 +43,7 @@ def generate(
   engine: Engine, params: Params, state: DecodeState
 ) -> tuple[DecodeState, Seconds]:
   """Prefill, then the whole loop as one compiled program. Consumes `state`."""
-  fill, fill_compile = PROGRAMS.get(
-    prefill, engine, params, state, donate=True
-  )
+  fill, fill_compile = PROGRAMS.get(prefill, engine, params, state, donate=True)
   loop, loop_compile = PROGRAMS.get(
     decode_loop, engine, params, state, donate=True
   )

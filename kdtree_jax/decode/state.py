@@ -140,9 +140,7 @@ def init_state(
   )
 
 
-def check_prompt(
-  prompt: Sequence[int], vocab_size: int, capacity: int
-) -> None:
+def check_prompt(prompt: Sequence[int], vocab_size: int, capacity: int) -> None:
   """Raises a UserError that says what is wrong with a prompt."""
   if len(prompt) == 0:
     raise UserError('the prompt is empty; give at least one token id')

@@ -117,9 +117,7 @@ class StubDrafter:
     ahead = jnp.arange(1, self.block_size, dtype=jnp.int32)
     positions = length[:, None] + ahead[None, :]
     known = positions < golden.shape[1]
-    tokens = jnp.take_along_axis(
-      golden, jnp.where(known, positions, 0), axis=1
-    )
+    tokens = jnp.take_along_axis(golden, jnp.where(known, positions, 0), axis=1)
     return jnp.where(known, tokens, -1)
 
   def noise(self, length: jax.Array) -> jax.Array:

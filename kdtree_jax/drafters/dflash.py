@@ -176,9 +176,7 @@ class DFlashModel(nn.Module):
   def _tables(self, start, width):
     c = self.config
     positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-    cos, sin = rope_tables(
-      positions, c.head_dim, c.rope_theta, c.rope_scaling
-    )
+    cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, c.rope_scaling)
     return cos[:, :, None], sin[:, :, None]
 
   def initialize(self):
@@ -272,6 +270,4 @@ class DFlashDrafter:
     )
     every = jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
     path = jnp.broadcast_to(every, features.shape[:2])
-    return DFlashState(
-      context=cache_compact(state.context, rows, path, start)
-    )
+    return DFlashState(context=cache_compact(state.context, rows, path, start))

@@ -190,6 +190,4 @@ def init_params(
 
 def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:
   """Shapes and dtypes of a model's parameters, without memory."""
-  return jax.eval_shape(
-    lambda: init_params(config, jax.random.key(0), dtype)
-  )
+  return jax.eval_shape(lambda: init_params(config, jax.random.key(0), dtype))

@@ -35,9 +35,7 @@ def run(config: RunConfig) -> int:
   budget = _budget(config)
   _print_model(target, prompt)
   with status('AR: compiling and decoding'):
-    ar = api.generate(
-      target, None, prompt, max_new_tokens=count, stop_ids=()
-    )
+    ar = api.generate(target, None, prompt, max_new_tokens=count, stop_ids=())
   _print_run('AR    ', ar)
   with status('DDTree: compiling and decoding'):
     tree = api.generate(

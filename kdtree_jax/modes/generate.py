@@ -149,9 +149,7 @@ def _methods(config: RunConfig) -> tuple[str, ...]:
     methods = METHODS if config.drafter is not None else ('ar',)
   for method in methods:
     if method not in METHODS:
-      raise UserError(
-        f'--methods={method} is none of {", ".join(METHODS)}'
-      )
+      raise UserError(f'--methods={method} is none of {", ".join(METHODS)}')
   if not methods:
     raise UserError(f'--methods is empty; choose from {", ".join(METHODS)}')
   unused = ('block_size', 'tree_budget', 'tree_policy')

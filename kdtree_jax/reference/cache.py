@@ -12,9 +12,9 @@ class ListCache:
   """Grows by chosen rows; `len` is the number of committed tokens."""
 
   def __init__(self, config: Mapping):
-    latent = np.zeros((0, config["kv_lora_rank"]), np.float32)
-    k_rope = np.zeros((0, config["qk_rope_head_dim"]), np.float32)
-    self._layers = [(latent, k_rope)] * config["num_hidden_layers"]
+    latent = np.zeros((0, config['kv_lora_rank']), np.float32)
+    k_rope = np.zeros((0, config['qk_rope_head_dim']), np.float32)
+    self._layers = [(latent, k_rope)] * config['num_hidden_layers']
 
   def __len__(self) -> int:
     return len(self._layers[0][0])

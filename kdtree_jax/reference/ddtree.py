@@ -59,7 +59,7 @@ def rank_tokens(log_probs: np.ndarray, count: int) -> np.ndarray:
   int64 has no negation.
   """
   vocab_size = log_probs.shape[-1]
-  upwards = np.argsort(log_probs[:, ::-1], axis=-1, kind="stable")
+  upwards = np.argsort(log_probs[:, ::-1], axis=-1, kind='stable')
   return vocab_size - 1 - upwards[:, ::-1][:, :count]
 
 
@@ -88,7 +88,7 @@ def build_tree(
   """
   log_probs = np.asarray(log_probs)
   if np.isnan(log_probs).any():
-    raise ValueError("log_probs contains NaN")
+    raise ValueError('log_probs contains NaN')
   log_probs = np.minimum(log_probs, 0)
   horizon, vocab_size = log_probs.shape
   ranked = rank_tokens(log_probs, min(budget, vocab_size))

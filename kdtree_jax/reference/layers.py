@@ -92,15 +92,15 @@ def inverse_frequencies(
     return frequencies.astype(np.float32)
 
   def dimension_of(rotations: float) -> float:
-    span = scaling["original_max_position_embeddings"]
+    span = scaling['original_max_position_embeddings']
     turns = math.log(span / (rotations * 2 * math.pi))
     return dim * turns / (2 * math.log(theta))
 
-  low = max(math.floor(dimension_of(scaling.get("beta_fast") or 32)), 0)
-  high = min(math.ceil(dimension_of(scaling.get("beta_slow") or 1)), dim - 1)
+  low = max(math.floor(dimension_of(scaling.get('beta_fast') or 32)), 0)
+  high = min(math.ceil(dimension_of(scaling.get('beta_slow') or 1)), dim - 1)
   width = (high - low) or 0.001
   ramp = np.clip((np.arange(dim // 2) - low) / width, 0, 1)
-  slowed = frequencies / scaling["factor"]
+  slowed = frequencies / scaling['factor']
   return (slowed * ramp + frequencies * (1 - ramp)).astype(np.float32)
 
 
@@ -108,10 +108,10 @@ def rope_amplitude(scaling: Mapping | None) -> float:
   """Factor on the cosines and sines; 1 without YaRN."""
   if scaling is None:
     return 1.0
-  if scaling.get("attention_factor") is not None:
-    return float(scaling["attention_factor"])
-  factor = scaling["factor"]
-  mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+  if scaling.get('attention_factor') is not None:
+    return float(scaling['attention_factor'])
+  factor = scaling['factor']
+  mscale, all_dim = scaling.get('mscale'), scaling.get('mscale_all_dim')
   if mscale and all_dim:
     return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
   return yarn_mscale(factor, 1.0)

@@ -22,62 +22,62 @@ _BIAS_STD = 0.05
 
 def tensor_shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
   """Lists every tensor of a checkpoint, Hugging Face name to shape."""
-  hidden, vocab = config["hidden_size"], config["vocab_size"]
+  hidden, vocab = config['hidden_size'], config['vocab_size']
   shapes = {
-    "model.embed_tokens.weight": (vocab, hidden),
-    "model.norm.weight": (hidden,),
+    'model.embed_tokens.weight': (vocab, hidden),
+    'model.norm.weight': (hidden,),
   }
-  if not config["tie_word_embeddings"]:
-    shapes["lm_head.weight"] = (vocab, hidden)
-  for layer in range(config["num_hidden_layers"]):
-    prefix = f"model.layers.{layer}."
-    shapes[prefix + "input_layernorm.weight"] = (hidden,)
-    shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-    shapes |= _attention_shapes(config, prefix + "self_attn.")
+  if not config['tie_word_embeddings']:
+    shapes['lm_head.weight'] = (vocab, hidden)
+  for layer in range(config['num_hidden_layers']):
+    prefix = f'model.layers.{layer}.'
+    shapes[prefix + 'input_layernorm.weight'] = (hidden,)
+    shapes[prefix + 'post_attention_layernorm.weight'] = (hidden,)
+    shapes |= _attention_shapes(config, prefix + 'self_attn.')
     if is_sparse(config, layer):
-      shapes |= _moe_shapes(config, prefix + "mlp.")
+      shapes |= _moe_shapes(config, prefix + 'mlp.')
     else:
-      width = config["intermediate_size"]
-      shapes |= _swiglu_shapes(prefix + "mlp.", hidden, width)
+      width = config['intermediate_size']
+      shapes |= _swiglu_shapes(prefix + 'mlp.', hidden, width)
   return shapes
 
 
 def _attention_shapes(
   config: Mapping, prefix: str
 ) -> dict[str, tuple[int, ...]]:
-  hidden, heads = config["hidden_size"], config["num_attention_heads"]
-  nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-  q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
-  v_dim, biased = config["v_head_dim"], config["attention_bias"]
-  compressed = "kv_a_proj_with_mqa"
+  hidden, heads = config['hidden_size'], config['num_attention_heads']
+  nope, rope = config['qk_nope_head_dim'], config['qk_rope_head_dim']
+  q_rank, kv_rank = config['q_lora_rank'], config['kv_lora_rank']
+  v_dim, biased = config['v_head_dim'], config['attention_bias']
+  compressed = 'kv_a_proj_with_mqa'
   shapes = {
-    f"{compressed}.weight": (kv_rank + rope, hidden),
-    "kv_a_layernorm.weight": (kv_rank,),
-    "kv_b_proj.weight": (heads * (nope + v_dim), kv_rank),
-    "o_proj.weight": (hidden, heads * v_dim),
+    f'{compressed}.weight': (kv_rank + rope, hidden),
+    'kv_a_layernorm.weight': (kv_rank,),
+    'kv_b_proj.weight': (heads * (nope + v_dim), kv_rank),
+    'o_proj.weight': (hidden, heads * v_dim),
   }
   if q_rank is None:
-    shapes["q_proj.weight"] = (heads * (nope + rope), hidden)
+    shapes['q_proj.weight'] = (heads * (nope + rope), hidden)
   else:
-    shapes["q_a_proj.weight"] = (q_rank, hidden)
-    shapes["q_a_layernorm.weight"] = (q_rank,)
-    shapes["q_b_proj.weight"] = (heads * (nope + rope), q_rank)
-  for name in ("q_a_proj", compressed, "o_proj") if biased else ():
-    if f"{name}.weight" in shapes:
-      shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
+    shapes['q_a_proj.weight'] = (q_rank, hidden)
+    shapes['q_a_layernorm.weight'] = (q_rank,)
+    shapes['q_b_proj.weight'] = (heads * (nope + rope), q_rank)
+  for name in ('q_a_proj', compressed, 'o_proj') if biased else ():
+    if f'{name}.weight' in shapes:
+      shapes[f'{name}.bias'] = shapes[f'{name}.weight'][:1]
   return {prefix + name: shape for name, shape in shapes.items()}
 
 
 def _moe_shapes(config: Mapping, prefix: str) -> dict[str, tuple[int, ...]]:
-  hidden, experts = config["hidden_size"], config["n_routed_experts"]
-  width, shared = config["moe_intermediate_size"], config["n_shared_experts"]
-  shapes = {prefix + "gate.weight": (experts, hidden)}
-  if config["topk_method"] == "noaux_tc":
-    shapes[prefix + "gate.e_score_correction_bias"] = (experts,)
+  hidden, experts = config['hidden_size'], config['n_routed_experts']
+  width, shared = config['moe_intermediate_size'], config['n_shared_experts']
+  shapes = {prefix + 'gate.weight': (experts, hidden)}
+  if config['topk_method'] == 'noaux_tc':
+    shapes[prefix + 'gate.e_score_correction_bias'] = (experts,)
   for expert in range(experts):
-    shapes |= _swiglu_shapes(f"{prefix}experts.{expert}.", hidden, width)
+    shapes |= _swiglu_shapes(f'{prefix}experts.{expert}.', hidden, width)
   if shared:
-    shapes |= _swiglu_shapes(prefix + "shared_experts.", hidden, width * shared)
+    shapes |= _swiglu_shapes(prefix + 'shared_experts.', hidden, width * shared)
   return shapes
 
 
@@ -85,26 +85,26 @@ def _swiglu_shapes(
   prefix: str, hidden: int, width: int
 ) -> dict[str, tuple[int, ...]]:
   return {
-    prefix + "gate_proj.weight": (width, hidden),
-    prefix + "up_proj.weight": (width, hidden),
-    prefix + "down_proj.weight": (hidden, width),
+    prefix + 'gate_proj.weight': (width, hidden),
+    prefix + 'up_proj.weight': (width, hidden),
+    prefix + 'down_proj.weight': (hidden, width),
   }
 
 
 def _embedding_std(config: Mapping) -> float:
   # A tied embedding is the head too. As strong as a separate one it would
   # make every token predict itself.
-  if config["tie_word_embeddings"]:
-    return _HEAD_GAIN / config["hidden_size"] ** 0.5
+  if config['tie_word_embeddings']:
+    return _HEAD_GAIN / config['hidden_size'] ** 0.5
   return _EMBEDDING_STD
 
 
 def _gain(name: str) -> float:
-  if name == "lm_head.weight":
+  if name == 'lm_head.weight':
     return _HEAD_GAIN
-  if name.endswith(("o_proj.weight", "down_proj.weight")):
+  if name.endswith(('o_proj.weight', 'down_proj.weight')):
     return _BRANCH_GAIN
-  if name.endswith(("q_proj.weight", "q_b_proj.weight")):
+  if name.endswith(('q_proj.weight', 'q_b_proj.weight')):
     return _QUERY_GAIN
   return _MATRIX_GAIN
 
@@ -124,15 +124,15 @@ def random_tensors(config: Mapping, seed: int) -> dict[str, np.ndarray]:
   tensors = {}
   for name, shape in tensor_shapes(config).items():
     value = rng.standard_normal(shape, np.float32)
-    if name.endswith("norm.weight"):
+    if name.endswith('norm.weight'):
       value = 1 + _NORM_NOISE * value
-    elif name.endswith("bias"):
+    elif name.endswith('bias'):
       value *= _BIAS_STD
-    elif name == "model.embed_tokens.weight":
+    elif name == 'model.embed_tokens.weight':
       value *= _embedding_std(config)
     else:
       value *= _gain(name) / shape[-1] ** 0.5
-    is_selection_bias = name.endswith("e_score_correction_bias")
+    is_selection_bias = name.endswith('e_score_correction_bias')
     dtype = np.float32 if is_selection_bias else ml_dtypes.bfloat16
     tensors[name] = value.astype(dtype)
   return tensors
@@ -161,11 +161,11 @@ def make_golden(
   """
   model = ReferenceModel(config, tensors)
   rng = np.random.default_rng(seed)
-  prompt = rng.integers(config["vocab_size"], size=prompt_length)
+  prompt = rng.integers(config['vocab_size'], size=prompt_length)
   out = model.forward(prompt, range(prompt_length))
   return {
-    "prompt": prompt.astype(np.int32),
-    "ar_tokens": np.asarray(greedy(model, prompt, num_tokens), np.int32),
-    "layers": np.stack(out.layers),
-    "logits": out.logits,
+    'prompt': prompt.astype(np.int32),
+    'ar_tokens': np.asarray(greedy(model, prompt, num_tokens), np.int32),
+    'layers': np.stack(out.layers),
+    'logits': out.logits,
   }

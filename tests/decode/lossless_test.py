@@ -79,16 +79,23 @@ def check(case):
       assert (lengths == 1).all(), 'a wrong token was accepted'
 
 
-@pytest.mark.parametrize(
-  'case', matrix.pairwise(), ids=lambda c: '-'.join(map(str, c))
-)
+def name_of(case):
+  return '-'.join(map(str, case))
+
+
+@pytest.mark.parametrize('case', matrix.pairwise(), ids=name_of)
 def test_pairwise(case):
   check(case)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-  'case', matrix.whole(), ids=lambda c: '-'.join(map(str, c))
-)
+@pytest.mark.parametrize('case', matrix.each_once(), ids=name_of)
+def test_recipe(case):
+  """What a fork adds, by name: each entry of each axis once."""
+  check(case)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize('case', matrix.whole(), ids=name_of)
 def test_whole(case):
   check(case)

@@ -50,3 +50,15 @@ def pairwise() -> list[Case]:
     remaining.remove(best)
     chosen.append(best)
   return chosen
+
+
+def each_once() -> list[Case]:
+  """One case for every variant, drafter and policy, the rest being usual."""
+  usual = Case('tiny', 'random', 'best_first', 7, 3)
+  named = zip(Case._fields[:3], AXES[:3], strict=True)
+  return [
+    usual._replace(**{field: value})
+    for field, values in named
+    for value in values
+    if value != getattr(usual, field)
+  ]

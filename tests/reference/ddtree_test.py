@@ -90,7 +90,7 @@ def test_a_smaller_budget_gives_a_prefix(log_probs, budget):
   larger = build_tree(log_probs, budget)
   smaller = build_tree(log_probs, budget - 1)
   count = len(smaller.tokens)
-  for field in ("tokens", "parents", "depths", "scores"):
+  for field in ('tokens', 'parents', 'depths', 'scores'):
     np.testing.assert_array_equal(
       getattr(smaller, field), getattr(larger, field)[:count]
     )
@@ -112,7 +112,7 @@ def test_positive_log_probs_count_as_zero():
   np.testing.assert_array_equal(tree.scores, [0, 0, 0])
 
 
-@pytest.mark.parametrize("shape, budget", [((3, 4), 0), ((0, 4), 5)])
+@pytest.mark.parametrize('shape, budget', [((3, 4), 0), ((0, 4), 5)])
 def test_root_only(shape, budget):
   tree = build_tree(np.zeros(shape), budget)
   assert tree.tokens.tolist() == [-1]
@@ -130,7 +130,7 @@ def test_the_lowest_integer_has_no_negation_but_a_rank():
 
 
 def test_nan_is_refused():
-  with pytest.raises(ValueError, match="NaN"):
+  with pytest.raises(ValueError, match='NaN'):
     build_tree(np.array([[0.0, np.nan]]), 1)
 
 

@@ -22,27 +22,27 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
   return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", fixtures.TARGETS)
+@pytest.mark.parametrize('name', fixtures.TARGETS)
 def test_logits_and_greedy_ids_match_transformers(name):
   model, expected = fixtures.load_model(name), fixtures.load_expected(name)
-  prompt = expected["input_ids"]
+  prompt = expected['input_ids']
   out = model.forward(prompt, range(len(prompt)))
-  assert relative_error(out.logits, expected["logits"]) < TOLERANCE
-  generated = expected["greedy_ids"][len(prompt) :]
+  assert relative_error(out.logits, expected['logits']) < TOLERANCE
+  generated = expected['greedy_ids'][len(prompt) :]
   tokens = reference.greedy(model, prompt, len(generated))
   np.testing.assert_array_equal(tokens, generated)
 
 
-@pytest.mark.parametrize("name", fixtures.TARGETS)
+@pytest.mark.parametrize('name', fixtures.TARGETS)
 def test_latent_eps_shows(name):
   expected = fixtures.load_expected(name)
   model = fixtures.load_model(name)
   other = reference.ReferenceModel(
-    model.config | {"latent_norm_eps": 1e-5}, model.tensors
+    model.config | {'latent_norm_eps': 1e-5}, model.tensors
   )
-  prompt = expected["input_ids"]
+  prompt = expected['input_ids']
   out = other.forward(prompt, range(len(prompt)))
-  assert relative_error(out.logits, expected["logits"]) > 10 * TOLERANCE
+  assert relative_error(out.logits, expected['logits']) > 10 * TOLERANCE
 
 
 def random_model(seed: int = 0, **changes) -> reference.ReferenceModel:
@@ -97,13 +97,13 @@ def test_half_split_equals_pairs_after_permuting_the_weights():
   order = np.r_[0:rope:2, 1:rope:2]
   tensors = dict(pairs.tensors)
   for name, value in pairs.tensors.items():
-    if "kv_a_proj" in name:
+    if 'kv_a_proj' in name:
       tensors[name] = value[np.r_[:rank, rank + order]]
-    elif "q_b_proj" in name:
+    elif 'q_b_proj' in name:
       heads = value.reshape(2, nope + rope, -1)
       permuted = heads[:, np.r_[:nope, nope + order]]
       tensors[name] = permuted.reshape(value.shape)
-  config = pairs.config | {"rope_interleave": False}
+  config = pairs.config | {'rope_interleave': False}
   halves = reference.ReferenceModel(config, tensors)
   tokens = np.arange(20)
   assert (
@@ -118,17 +118,17 @@ def test_half_split_equals_pairs_after_permuting_the_weights():
 def test_fused_experts_equal_single_ones():
   single = random_model()
   tensors = dict(single.tensors)
-  prefix = "model.layers.1.mlp.experts."
+  prefix = 'model.layers.1.mlp.experts.'
   stacks = {
     kind: np.stack(
-      [tensors.pop(f"{prefix}{j}.{kind}.weight") for j in range(8)]
+      [tensors.pop(f'{prefix}{j}.{kind}.weight') for j in range(8)]
     )
-    for kind in ("gate_proj", "up_proj", "down_proj")
+    for kind in ('gate_proj', 'up_proj', 'down_proj')
   }
-  tensors[prefix + "gate_up_proj"] = np.concatenate(
-    [stacks["gate_proj"], stacks["up_proj"]], axis=1
+  tensors[prefix + 'gate_up_proj'] = np.concatenate(
+    [stacks['gate_proj'], stacks['up_proj']], axis=1
   )
-  tensors[prefix + "down_proj"] = stacks["down_proj"]
+  tensors[prefix + 'down_proj'] = stacks['down_proj']
   fused = reference.ReferenceModel(single.config, tensors)
   tokens = np.arange(9)
   np.testing.assert_array_equal(
@@ -138,7 +138,7 @@ def test_fused_experts_equal_single_ones():
 
 
 @pytest.mark.parametrize(
-  "scaling, dim, theta, low, high",
+  'scaling, dim, theta, low, high',
   [
     # Published settings: DeepSeek-V3, Kimi-K2, Kimi-K2.5, its drafter.
     (dict(factor=40, beta_fast=32, beta_slow=1), 64, 1e4, 10, 23),
@@ -148,22 +148,22 @@ def test_fused_experts_equal_single_ones():
   ],
 )
 def test_yarn_ramp(scaling, dim, theta, low, high):
-  scaling = scaling | {"original_max_position_embeddings": 4096}
+  scaling = scaling | {'original_max_position_embeddings': 4096}
   plain = ops.inverse_frequencies(dim, theta, None)
   ratio = ops.inverse_frequencies(dim, theta, scaling) / plain
   np.testing.assert_allclose(ratio[: low + 1], 1, rtol=1e-6)
-  np.testing.assert_allclose(ratio[high:], 1 / scaling["factor"], rtol=1e-6)
+  np.testing.assert_allclose(ratio[high:], 1 / scaling['factor'], rtol=1e-6)
   between = ratio[low : high + 1]
   assert (np.diff(between) < 0).all()
 
 
 def test_yarn_amplitude():
   assert ops.rope_amplitude(None) == 1
-  base = {"factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+  base = {'factor': 64.0, 'mscale': 1.0, 'mscale_all_dim': 1.0}
   assert ops.rope_amplitude(base) == 1
   alone = 0.1 * math.log(64) + 1
-  assert ops.rope_amplitude(base | {"mscale": None}) == pytest.approx(alone)
-  assert ops.rope_amplitude(base | {"attention_factor": 1.3}) == 1.3
+  assert ops.rope_amplitude(base | {'mscale': None}) == pytest.approx(alone)
+  assert ops.rope_amplitude(base | {'attention_factor': 1.3}) == 1.3
 
 
 def router_config(**changes) -> dict:
@@ -188,7 +188,7 @@ def test_masked_groups_stay_out_when_every_biased_score_is_negative():
 
 def test_group_limited_greedy_ranks_groups_by_their_maximum():
   config = router_config(
-    topk_method="group_limited_greedy", scoring_func="softmax"
+    topk_method='group_limited_greedy', scoring_func='softmax'
   )
   logits = np.float32([[5, 0, 4, 4, 3, 3, 6, 0]])
   indices, _ = route(config, logits, None)
@@ -204,9 +204,9 @@ def test_router_ties_go_to_the_lowest_index():
 def test_layer_kinds():
   config = fixtures.tiny_config(moe_layer_freq=2)
   assert [is_sparse(config, i) for i in range(5)] == [0, 0, 1, 0, 1]
-  config["mlp_layer_types"] = ["sparse", "dense"]
+  config['mlp_layer_types'] = ['sparse', 'dense']
   assert [is_sparse(config, i) for i in range(2)] == [1, 0]
-  config["n_routed_experts"] = 0
+  config['n_routed_experts'] = 0
   assert not is_sparse(config, 0)
 
 
@@ -216,19 +216,19 @@ def test_a_row_that_sees_nothing_is_zero():
 
 
 @pytest.mark.parametrize(
-  "changes",
+  'changes',
   [
     {},
-    {"q_lora_rank": None, "n_shared_experts": 0, "rope_interleave": False},
-    {"num_hidden_layers": 1, "num_attention_heads": 1},
-    {"n_routed_experts": 0, "tie_word_embeddings": True},
-    {"attention_bias": True, "first_k_dense_replace": 0},
+    {'q_lora_rank': None, 'n_shared_experts': 0, 'rope_interleave': False},
+    {'num_hidden_layers': 1, 'num_attention_heads': 1},
+    {'n_routed_experts': 0, 'tie_word_embeddings': True},
+    {'attention_bias': True, 'first_k_dense_replace': 0},
     {
-      "topk_method": "group_limited_greedy",
-      "scoring_func": "softmax",
-      "norm_topk_prob": False,
-      "n_group": 4,
-      "topk_group": 2,
+      'topk_method': 'group_limited_greedy',
+      'scoring_func': 'softmax',
+      'norm_topk_prob': False,
+      'n_group': 4,
+      'topk_group': 2,
     },
   ],
 )
@@ -238,21 +238,21 @@ def test_random_tensors_and_golden(changes):
   again = reference.random_tensors(config, seed=3)
   for name, value in tensors.items():
     np.testing.assert_array_equal(value, again[name])
-    single = name.endswith("e_score_correction_bias")
+    single = name.endswith('e_score_correction_bias')
     assert value.dtype == (np.float32 if single else ml_dtypes.bfloat16)
-  has_bias = any(n.endswith("e_score_correction_bias") for n in tensors)
-  sparse = any(is_sparse(config, i) for i in range(config["num_hidden_layers"]))
-  assert has_bias == (sparse and config["topk_method"] == "noaux_tc")
+  has_bias = any(n.endswith('e_score_correction_bias') for n in tensors)
+  sparse = any(is_sparse(config, i) for i in range(config['num_hidden_layers']))
+  assert has_bias == (sparse and config['topk_method'] == 'noaux_tc')
 
   golden = reference.make_golden(config, tensors, 5, 7, seed=4)
-  layers = config["num_hidden_layers"]
-  assert golden["prompt"].shape == (5,)
-  assert golden["ar_tokens"].shape == (7,)
-  assert golden["layers"].shape == (layers, 5, 48)
-  assert golden["logits"].shape == (5, 64)
-  assert golden["ar_tokens"][0] == golden["logits"][-1].argmax()
-  assert golden["prompt"].dtype == golden["ar_tokens"].dtype == np.int32
-  assert golden["layers"].dtype == golden["logits"].dtype == np.float32
+  layers = config['num_hidden_layers']
+  assert golden['prompt'].shape == (5,)
+  assert golden['ar_tokens'].shape == (7,)
+  assert golden['layers'].shape == (layers, 5, 48)
+  assert golden['logits'].shape == (5, 64)
+  assert golden['ar_tokens'][0] == golden['logits'][-1].argmax()
+  assert golden['prompt'].dtype == golden['ar_tokens'].dtype == np.int32
+  assert golden['layers'].dtype == golden['logits'].dtype == np.float32
 
 
 def test_random_text_varies_and_has_clear_gaps():
@@ -279,10 +279,10 @@ def test_random_text_varies_and_has_clear_gaps():
 
 
 @pytest.mark.parametrize(
-  "path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.name
+  'path', sorted(PACKAGE.glob('*.py')), ids=lambda p: p.name
 )
 def test_imports_only_the_standard_library_numpy_and_ml_dtypes(path):
-  allowed = set(sys.stdlib_module_names) | {"numpy", "ml_dtypes"}
+  allowed = set(sys.stdlib_module_names) | {'numpy', 'ml_dtypes'}
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
       names = [alias.name for alias in node.names]
@@ -292,5 +292,5 @@ def test_imports_only_the_standard_library_numpy_and_ml_dtypes(path):
     else:
       continue
     for name in names:
-      inside = f"{name}.".startswith("kdtree_jax.reference.")
-      assert inside or name.split(".")[0] in allowed, (path.name, name)
+      inside = f'{name}.'.startswith('kdtree_jax.reference.')
+      assert inside or name.split('.')[0] in allowed, (path.name, name)

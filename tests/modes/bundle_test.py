@@ -1,0 +1,97 @@
+"""Every variant's bundle: the engine against its golden answers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kdtree_jax import api
+from kdtree_jax.config import bundled, config_names
+from kdtree_jax.io.kdtr import read_bundle, write_bundle
+from kdtree_jax.model import Transformer, init_cache
+from kdtree_jax.modes.make_bundle import make_bundle
+from tests import support
+
+GOLDEN_TOKENS = 40
+
+
+@pytest.fixture(scope='module', params=config_names())
+def target(request, tmp_path_factory):
+  path = tmp_path_factory.mktemp('bundle') / 'variant.kdtr'
+  write_bundle(path, make_bundle(request.param))
+  return api.load_target(path)
+
+
+def test_layers_are_golden(target):
+  config, golden = target.config, target.golden
+  taps = tuple(range(config.num_hidden_layers))
+  model = Transformer(config, tap_layers=taps)
+
+  @jax.jit
+  def forward(params, tokens):
+    cache = init_cache(config, 1, 1, jnp.float32)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    valid = jnp.ones(tokens.shape, jnp.bool_)
+    out = model.apply({'params': params}, tokens, positions, cache, valid)
+    return out.features[0]
+
+  features = forward(target.params, jnp.asarray(golden['prompt'])[None])
+  layers = np.split(np.asarray(features), len(taps), axis=-1)
+  for i, layer in enumerate(layers):
+    wanted = golden['layers'][i]
+    assert support.relative_error(layer, wanted) < 5e-5, f'layer {i}'
+
+
+def test_tokens_are_golden(target):
+  golden = target.golden
+  drafter = api.load_drafter('oracle', target, 7)
+  sequence = [*golden['prompt'], *golden['ar_tokens']]
+  for used, budget in ((None, 0), (drafter, 11)):
+    result = api.generate(
+      target,
+      used,
+      golden['prompt'],
+      max_new_tokens=GOLDEN_TOKENS,
+      tree_budget=budget,
+      golden_ids=sequence,
+    )
+    assert result.output_ids == golden['ar_tokens'][:GOLDEN_TOKENS].tolist()
+  assert result.acceptance_lengths == [7] * 6
+
+
+def test_the_shipped_bundle_is_what_the_generator_makes(tmp_path):
+  path = tmp_path / 'tiny.kdtr'
+  write_bundle(path, make_bundle('tiny'))
+  shipped = bundled('tiny')
+  assert shipped.stat().st_size <= 8 * 2**20
+  ours, theirs = read_bundle(path), read_bundle(shipped)
+  assert ours.config == theirs.config and ours.recipe == theirs.recipe
+  for name, tensor in theirs.target.items():
+    assert np.array_equal(ours.target[name], tensor), name
+  tokens = [bundle.golden['ar_tokens'] for bundle in (ours, theirs)]
+  assert np.array_equal(*tokens)
+
+
+def test_variants_differ_in_every_dimension():
+  """Nothing can be hard-coded: no two variants share a size."""
+  configs = [read_config(name) for name in config_names()]
+  assert len(configs) >= 8
+  for field in (
+    'vocab_size',
+    'hidden_size',
+    'kv_lora_rank',
+    'qk_nope_head_dim',
+    'qk_rope_head_dim',
+    'v_head_dim',
+    'num_attention_heads',
+    'intermediate_size',
+    'max_position_embeddings',
+  ):
+    values = [getattr(config, field) for config in configs]
+    assert len(set(values)) >= len(values) - 2, field
+
+
+def read_config(name):
+  from kdtree_jax.config import load_config
+
+  return load_config(name)

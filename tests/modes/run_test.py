@@ -1,0 +1,205 @@
+"""run.py as a user calls it."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from kdtree_jax.config import bundled
+from tests import support
+
+ROOT = pathlib.Path(__file__).parents[2]
+FIXTURE = 'tests/data/deepseek_v3_trained_drafter'
+PROMPT = '--prompt_ids=31,0,39,53,42,9,34,17,61,56,11'
+
+
+def run(*arguments):
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  return subprocess.run(
+    [sys.executable, 'run.py', *arguments],
+    cwd=ROOT,
+    env=env,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
+def test_demo():
+  done = run()
+  assert (done.returncode, done.stderr) == (0, '')
+  lines = done.stdout.splitlines()
+  assert lines[0].startswith('model: hidden=256 layers=4 ')
+  prompt = lines[1].removeprefix('prompt(8): ').split()
+  assert len(prompt) == 8
+  ar = lines[2].removeprefix('AR     (24 target forwards): ').split()
+  tree = lines[3].removeprefix('DDTree (3 target forwards): ').split()
+  assert len(ar) == 24 and ar == tree
+  assert lines[4] == 'match: yes, token for token'
+  assert lines[5].startswith('mean acceptance length: 8.00 ')
+  assert lines[6].startswith('decode seconds: AR ')
+  assert 'upper bound' in done.stdout and 'launch overhead' in done.stdout
+
+
+def test_demo_with_other_flags():
+  done = run(
+    '--drafter=random',
+    '--max_new_tokens=5',
+    '--block_size=3',
+    '--tree_budget=2',
+    f'--bundle={bundled("tiny")}',
+  )
+  assert done.returncode == 0, done.stderr
+  assert 'AR     (5 target forwards): ' in done.stdout
+  assert '(block size 3, tree budget 2, drafter random)' in done.stdout
+
+
+def test_generate(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  done = run(
+    '--mode=generate',
+    f'--target={FIXTURE}',
+    f'--drafter={FIXTURE}/dflash',
+    PROMPT,
+    '--max_new_tokens=40',
+    '--tree_budget=7,24',
+    '--stop_ids=',
+    '--dump_trees',
+    f'--output={path}',
+  )
+  assert (done.returncode, done.stdout) == (0, ''), done.stderr
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  trace = support.trace('deepseek_v3_trained_drafter')
+  runs = {run['tree_budget']: run for run in trace['runs']}
+  methods = [(r['method'], r['tree_budget']) for r in records]
+  assert methods == [('ar', 0), ('chain', 7), ('ddtree', 7), ('ddtree', 24)]
+  for record in records:
+    assert record['prompt_ids'] == trace['prompt']
+    assert record['output_ids'] == trace['ar_ids'][11:]
+    assert record['stop_reason'] == 'length'
+    assert record['target_forwards'] == len(record['acceptance_lengths'])
+    assert set(record['seconds']) == {'prefill', 'decode'}
+    assert len(record['trees']) == record['target_forwards']
+    drafts = 0 if record['method'] == 'ar' else record['target_forwards']
+    assert record['draft_forwards'] == drafts
+  assert records[0]['block_size'] == 1
+  chain = records[1]
+  assert chain['acceptance_lengths'] == trace['chain']['acceptance_lengths']
+  for record in records[2:]:
+    wanted = runs[record['tree_budget']]
+    assert record['block_size'] == 8
+    assert record['acceptance_lengths'] == wanted['acceptance_lengths']
+    assert record['trees'][0] == wanted['rounds'][0]
+
+
+def test_generate_stops_at_the_checkpoints_own_stop_id():
+  """config.json says 1; an empty list lifts it, another list replaces it."""
+  base = ('--mode=generate', f'--target={FIXTURE}', '--max_new_tokens=12')
+  done = run(*base, PROMPT, '--stop_ids=')
+  free = json.loads(done.stdout)
+  assert free['method'] == 'ar' and free['stop_reason'] == 'length'
+  stop = free['output_ids'][4]
+  done = run(*base, PROMPT, f'--stop_ids={stop}')
+  record = json.loads(done.stdout)
+  wanted = free['output_ids'][: free['output_ids'].index(stop) + 1]
+  assert record['output_ids'] == wanted
+  assert record['stop_reason'] == 'stop'
+  assert sum(record['acceptance_lengths']) == len(wanted)
+
+
+def test_generate_with_stubs_from_a_bundle():
+  done = run(
+    '--mode=generate',
+    f'--target={bundled("tiny")}',
+    '--drafter=oracle',
+    '--prompt_ids=1,2,3',
+    '--max_new_tokens=10',
+    '--block_size=4',
+    '--methods=chain,ddtree',
+    '--capacity=13',
+  )
+  assert done.returncode == 0, done.stderr
+  chain, tree = map(json.loads, done.stdout.splitlines())
+  assert chain['output_ids'] == tree['output_ids']
+  assert len(chain['output_ids']) == 10
+  # Nothing is known behind the capacity: only the last round falls short.
+  assert chain['acceptance_lengths'][:2] == [4, 4]
+
+
+def test_make_bundle_and_inspect(tmp_path):
+  path = tmp_path / 'x.kdtr'
+  made = run('--mode=make_bundle', '--variant=single_head', f'--output={path}')
+  assert made.returncode == 0, made.stderr
+  again = tmp_path / 'y.kdtr'
+  run('--mode=make_bundle', '--variant=single_head', f'--output={again}')
+  assert path.read_bytes() == again.read_bytes()
+  seen = run('--mode=inspect', f'--target={path}')
+  assert seen.returncode == 0
+  assert 'model.layers.0.self_attn.q_proj.weight' in seen.stdout
+
+
+def test_help_teaches():
+  done = run('--help')
+  assert '--mode=generate --target=DIR' in done.stdout
+  for flag in ('tree_budget', 'block_size', 'stop_ids', 'drafter'):
+    assert f'--{flag}' in done.stdout or f'--[no]{flag}' in done.stdout
+
+
+GENERATE = ('--mode=generate', f'--target={FIXTURE}')
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  (
+    (('--mode=nothing',), '--mode'),
+    (('--mod=demo',), 'Did you mean'),
+    (('stray',), 'stray'),
+    (('--max_new_tokens=many',), 'max_new_tokens'),
+    (('--max_new_tokens=0',), 'max_new_tokens=0'),
+    (('--tree_budget=1,2',), '--tree_budget'),
+    (('--tree_budget=-1',), 'tree_budget=-1'),
+    (('--block_size=0',), 'block_size=0'),
+    (('--block_size=33',), 'block_size=33'),
+    (('--drafter=nobody',), 'nobody'),
+    (('--bundle=missing.kdtr',), 'missing.kdtr'),
+    (('--bundle=README.md',), 'README.md'),
+    (('--variant=tiny',), '--variant is not used by --mode=demo'),
+    (('--mode=inspect',), '--target'),
+    (('--mode=inspect', '--target=missing'), 'missing'),
+    (('--mode=make_bundle',), '--variant'),
+    (('--mode=make_bundle', '--variant=huge'), '--variant'),
+    (('--mode=generate', PROMPT), '--target'),
+    (GENERATE, '--prompt_ids'),
+    ((*GENERATE, '--prompt_ids=1,x'), '--prompt_ids'),
+    ((*GENERATE, '--prompt_ids='), 'prompt is empty'),
+    ((*GENERATE, '--prompt_ids=64'), 'prompt id 64'),
+    ((*GENERATE, '--prompt_ids=-1'), 'prompt id -1'),
+    ((*GENERATE, PROMPT, '--capacity=10'), 'capacity of 10'),
+    ((*GENERATE, PROMPT, '--capacity=513'), 'max_position_embeddings=512'),
+    ((*GENERATE, PROMPT, '--methods=beam'), '--methods=beam'),
+    ((*GENERATE, PROMPT, '--methods=ddtree'), '--drafter'),
+    ((*GENERATE, PROMPT, '--tree_budget=4'), '--tree_budget is not used'),
+    ((*GENERATE, PROMPT, '--stop_ids=64'), 'stop id 64'),
+    ((*GENERATE, PROMPT, '--dtype=float64'), '--dtype'),
+    ((*GENERATE, PROMPT, '--prefill_chunk=0'), 'prefill_chunk=0'),
+    ((*GENERATE, PROMPT, f'--drafter={FIXTURE}'), 'config.json'),
+    (
+      (*GENERATE, PROMPT, '--drafter=tests/data/moonlight/dflash'),
+      'vocab_size=130 does not fit',
+    ),
+    (
+      (*GENERATE, PROMPT, f'--drafter={FIXTURE}/dflash', '--block_size=9'),
+      'block_size=9',
+    ),
+  ),
+  ids=lambda value: None if isinstance(value, str) else ' '.join(value[-1:]),
+)
+def test_wrong_input_is_one_line(arguments, message):
+  done = run(*arguments)
+  assert done.returncode == 2
+  lines = done.stderr.splitlines()
+  assert len(lines) == 1 and lines[0].startswith('error: '), done.stderr
+  assert message in lines[0]
