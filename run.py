@@ -87,6 +87,37 @@ flags.DEFINE_list(
   'generate: token ids that end the output; empty for none. Default: those of '
   'the checkpoint.',
 )
+flags.DEFINE_bool(
+  'ignore_eos', None, "generate: do not stop at the checkpoint's stop ids."
+)
+flags.DEFINE_float(
+  'temperature',
+  None,
+  'generate: 0, the default, takes the most probable token; above it tokens '
+  'are drawn, and AR and DDTree draw the same.',
+)
+flags.DEFINE_integer(
+  'top_k', None, 'generate: draw among the k most probable; 0 for all.'
+)
+flags.DEFINE_float(
+  'top_p',
+  None,
+  'generate: draw among the most probable that together reach this; 1 for all.',
+)
+flags.DEFINE_float(
+  'min_p', None, "generate: drop tokens below this share of the best one's."
+)
+flags.DEFINE_bool(
+  'chain_seed',
+  None,
+  'generate: keep the most probable chain in every ddtree tree.',
+)
+flags.DEFINE_bool(
+  'stream',
+  None,
+  'generate: show tokens on standard error as they are committed; Ctrl-C keeps '
+  'what is there.',
+)
 flags.DEFINE_integer(
   'capacity',
   None,
@@ -111,7 +142,8 @@ flags.DEFINE_enum(
 flags.DEFINE_integer(
   'seed',
   None,
-  'make_bundle: of weights and prompt. Default: from the variant name.',
+  'generate: of the draws; prompt i has seed + i. Default: 0. make_bundle: of '
+  'weights and prompt. Default: from the variant name.',
 )
 
 
@@ -120,10 +152,23 @@ def _fail(message: str) -> int:
   return 2
 
 
+# Flags of other engines that would need the history along every path.
+_NOT_PER_PATH = ('repetition_penalty', 'presence_penalty', 'frequency_penalty')
+
+
 def parse_flags(argv: list[str]) -> list[str]:
   """Parses; a wrong flag ends the program with one line."""
   try:
     rest = flags.FLAGS(argv)
+  except flags.UnrecognizedFlagError as error:
+    if error.flagname in _NOT_PER_PATH:
+      sys.exit(
+        _fail(
+          f'--{error.flagname} is not supported: it depends on the history '
+          'along every path of the tree'
+        )
+      )
+    sys.exit(_fail(str(error)))
   except flags.Error as error:
     sys.exit(_fail(str(error)))
   if len(rest) > 1:

@@ -3,8 +3,6 @@
 from kdtree_jax.api import (
   LoadedDrafter,
   Target,
-  forward_logits,
-  generate,
   load_drafter,
   load_target,
 )
@@ -17,18 +15,32 @@ from kdtree_jax.config import (
 )
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
+from kdtree_jax.generation import (
+  Conversation,
+  GenerateOptions,
+  Stream,
+  StreamUpdate,
+  forward_logits,
+  generate,
+  generate_batch,
+)
 
 __all__ = (
+  'Conversation',
   'DecodeConfig',
   'DrafterConfig',
+  'GenerateOptions',
   'GenerateResult',
   'LoadedDrafter',
   'ModelConfig',
   'RopeScaling',
+  'Stream',
+  'StreamUpdate',
   'Target',
   'UserError',
   'forward_logits',
   'generate',
+  'generate_batch',
   'load_config',
   'load_drafter',
   'load_target',

@@ -324,6 +324,8 @@ class DecodeConfig:
     capacity: most tokens (prompt and output) that a row may hold.
     prefill_chunk: prompt tokens a prefill step takes.
     kernels: `auto`, or the implementation that every kernel must use.
+    sample: draw tokens; False is the greedy program.
+    chain_seed: the most probable chain is always in the tree.
   """
 
   tree_budget: int
@@ -332,6 +334,8 @@ class DecodeConfig:
   capacity: int = 512
   prefill_chunk: int = 64
   kernels: str = 'auto'
+  sample: bool = False
+  chain_seed: bool = False
 
   def __post_init__(self):
     _require(

@@ -8,6 +8,7 @@ from kdtree_jax.decode.generate import (
   profile,
   stream,
 )
+from kdtree_jax.decode.sampling import SamplingConfig
 from kdtree_jax.decode.state import DecodeState, RoundStats, init_state
 
 __all__ = (
@@ -16,6 +17,7 @@ __all__ = (
   'GenerateResult',
   'RoundRecord',
   'RoundStats',
+  'SamplingConfig',
   'StageTimes',
   'init_state',
   'profile',

@@ -47,6 +47,19 @@ class Engine:
         f'{self.config.max_position_embeddings} of the target'
       )
 
+  def for_prefill(self) -> 'Engine':
+    """The same engine without its tree, which prefill does not look at.
+
+    So a sweep over budgets and policies compiles prefill once.
+    """
+    decode = dataclasses.replace(
+      self.decode,
+      tree_budget=0,
+      tree_policy='best_first',
+      chain_seed=False,
+    )
+    return dataclasses.replace(self, decode=decode)
+
   @functools.cached_property
   def model(self) -> Transformer:
     taps = self.drafter.tap_layers if self.drafter else ()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -43,7 +43,9 @@ def generate(
   engine: Engine, params: Params, state: DecodeState
 ) -> tuple[DecodeState, Seconds]:
   """Prefill, then the whole loop as one compiled program. Consumes `state`."""
-  fill, fill_compile = PROGRAMS.get(prefill, engine, params, state, donate=True)
+  fill, fill_compile = PROGRAMS.get(
+    prefill, engine.for_prefill(), params, state, donate=True
+  )
   loop, loop_compile = PROGRAMS.get(
     decode_loop, engine, params, state, donate=True
   )
@@ -56,36 +58,78 @@ def generate(
   return state, Seconds(middle - begin, end - middle, compiled)
 
 
-class StreamPrograms(NamedTuple):
-  """Prefill and one round, compiled."""
+def decode_rounds(
+  engine: Engine, params: Params, state: DecodeState, count: jax.Array
+) -> DecodeState:
+  """At most `count` rounds, an operand: every count is one program."""
 
-  prefill: Callable[[Params, DecodeState], DecodeState]
-  step: Callable[[Params, DecodeState], tuple[DecodeState, RoundTrace]]
-  compile_seconds: float
+  def unfinished(carry) -> jax.Array:
+    taken, state = carry
+    return (taken < count) & ~state.done.all()
 
+  def body(carry):
+    taken, state = carry
+    return taken + 1, decode_round(engine, params, state)[0]
 
-def stream_programs(
-  engine: Engine, params: Params, state: DecodeState
-) -> StreamPrograms:
-  """What `stream` runs; compiling them first keeps its timing clean."""
-  fill, fill_seconds = PROGRAMS.get(prefill, engine, params, state)
-  step, step_seconds = PROGRAMS.get(decode_round, engine, params, state)
-  return StreamPrograms(fill, step, fill_seconds + step_seconds)
+  zero = jnp.zeros((), jnp.int32)
+  return lax.while_loop(unfinished, body, (zero, state))[1]
 
 
 def stream(
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  rounds_per_step: int = 1,
+) -> Iterator[DecodeState]:
+  """Yields the state after prefill and then every `rounds_per_step` rounds.
+
+  A state is consumed by the step after it.
+  """
+  count = jnp.asarray(rounds_per_step, jnp.int32)
+  fill, step, _ = stream_programs(engine, params, state)
+  state = jax.block_until_ready(fill(params, state))
+  yield state
+  while not bool(state.done.all()):
+    state = step(params, state, count)
+    yield state
+
+
+def stream_programs(engine: Engine, params: Params, state: DecodeState):
+  """Prefill and `decode_rounds`, compiled, and the seconds that took."""
+  fill, fill_seconds = PROGRAMS.get(
+    prefill, engine.for_prefill(), params, state, donate=True
+  )
+  count = jnp.zeros((), jnp.int32)
+  step, step_seconds = PROGRAMS.get(
+    decode_rounds, engine, params, state, count, donate=True
+  )
+  return fill, step, fill_seconds + step_seconds
+
+
+def traced(
   engine: Engine, params: Params, state: DecodeState
 ) -> Iterator[tuple[DecodeState, RoundTrace | None]]:
-  """Yields the state after prefill (no trace) and after every round.
+  """Like `stream`, a round a step, with what each round saw.
 
-  The states are not donated: each that was yielded stays valid.
+  The first item is the state after prefill, without a trace.
   """
-  programs = stream_programs(engine, params, state)
-  state = jax.block_until_ready(programs.prefill(params, state))
+  fill, step, _ = traced_programs(engine, params, state)
+  state = jax.block_until_ready(fill(params, state))
   yield state, None
   while not bool(state.done.all()):
-    state, trace = programs.step(params, state)
+    state, trace = step(params, state)
     yield state, trace
+
+
+def traced_programs(engine: Engine, params: Params, state: DecodeState):
+  """Prefill and `decode_round`, compiled, and the seconds that took."""
+  fill, fill_seconds = PROGRAMS.get(
+    prefill, engine.for_prefill(), params, state, donate=True
+  )
+  step, step_seconds = PROGRAMS.get(
+    decode_round, engine, params, state, donate=True
+  )
+  return fill, step, fill_seconds + step_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +150,7 @@ def profile(
   engine: Engine, params: Params, state: DecodeState
 ) -> tuple[DecodeState, StageTimes]:
   """Runs each stage as a program of its own and times it."""
-  fill, _ = PROGRAMS.get(prefill, engine, params, state)
+  fill, _ = PROGRAMS.get(prefill, engine.for_prefill(), params, state)
   state = fill(params, state)
   times: dict[str, list[float]] = {
     field.name: [] for field in dataclasses.fields(StageTimes)
@@ -124,8 +168,8 @@ def profile(
     if engine.drafter is not None:
       logits = timed('draft', stages.draft)
     tree = timed('tree_build', _build_tree, logits)
-    target_tokens, out = timed('verify', stages.verify, tree)
-    acceptance = timed('accept', _accept_path, tree, target_tokens)
+    tokens, out = timed('verify', _verify, tree)
+    acceptance = timed('accept', _accept_path, tree, tokens)
     state = timed('commit', stages.commit_path, tree, out, acceptance)
   return state, StageTimes(**{k: np.array(v) for k, v in times.items()})
 
@@ -133,6 +177,11 @@ def profile(
 def _build_tree(engine, params, state, logits):
   del params
   return stages.build_tree(engine, state, logits)
+
+
+def _verify(engine, params, state, tree):
+  verified = stages.verify(engine, params, state, tree)
+  return verified.tokens, verified.out
 
 
 def _accept_path(engine, params, state, tree, target_tokens):
@@ -153,7 +202,7 @@ def forward_logits(
 
   def body(i, carry):
     state, logits = carry
-    out, state = stages.prefill_chunk(engine, params, state, i * chunk)
+    out, state = stages.prefill_chunk(engine, params, state)
     block = engine.apply(params, out.hidden[0], method='logits')
     logits = lax.dynamic_update_slice_in_dim(logits, block, i * chunk, axis=0)
     return state, logits
@@ -209,7 +258,8 @@ class GenerateResult:
       included. The last entry is the whole walk, even where `max_new_tokens`
       or the capacity cut the output.
     num_nodes: nodes verified by each target forward, the root included.
-    stop_reason: `stop`, `length` or `capacity`.
+    stop_reason: `stop`, `length`, `capacity`, or `interrupted` for a row
+      that is not done.
     seconds: prefill and decode, and apart from them compilation.
     rounds: each round's tree, if it was asked for.
   """
@@ -246,7 +296,9 @@ def result_of(
   length = int(state.length[row])
   accepted = np.asarray(state.stats.acceptance_length[row])
   taken = accepted > 0
-  if bool(state.stopped[row]):
+  if not bool(state.done[row]):
+    reason = 'interrupted'
+  elif bool(state.stopped[row]):
     reason = 'stop'
   elif length - prompt_length < max_new_tokens:
     reason = 'capacity'

@@ -12,10 +12,16 @@ from jax import lax
 
 from kdtree_jax import registry
 from kdtree_jax.decode.engine import Engine, Params
-from kdtree_jax.decode.sampling import choose_tokens
+from kdtree_jax.decode.sampling import greedy_tokens, sampled_tokens
 from kdtree_jax.decode.state import DecodeState, RoundStats
 from kdtree_jax.model import ForwardOutput, commit
-from kdtree_jax.tree import Acceptance, DraftTree, accept, root_only
+from kdtree_jax.tree import (
+  Acceptance,
+  DraftTree,
+  accept,
+  root_only,
+  seed_chain,
+)
 
 
 class RoundTrace(NamedTuple):
@@ -44,14 +50,35 @@ def build_tree(
   if logits is None:
     return root_only(root)
   decode = engine.decode
+  limit = engine.drafter.max_positions
+  if limit is not None:
+    # Behind its own last position a drafter proposes nothing; the target
+    # goes on alone.
+    inside = state.length + engine.drafter.block_size <= limit
+    logits = jnp.where(inside[:, None, None], logits, -jnp.inf)
   policy = registry.get('tree_policy', decode.tree_policy)
-  return policy(logits, root, decode.tree_budget, decode.implementation)
+  tree = policy(logits, root, decode.tree_budget, decode.implementation)
+  return seed_chain(tree, logits) if decode.chain_seed else tree
+
+
+class Verified(NamedTuple):
+  """What the target says of a tree.
+
+  Attributes:
+    tokens: `[B, N]` int32, its own choice after every node.
+    logits: `[B, N, V]` float32.
+    out: rows and features of the nodes.
+  """
+
+  tokens: jax.Array
+  logits: jax.Array
+  out: ForwardOutput
 
 
 def verify(
   engine: Engine, params: Params, state: DecodeState, tree: DraftTree
-) -> tuple[jax.Array, ForwardOutput]:
-  """One target forward over root and nodes: its tokens `[B, N]`, its rows.
+) -> Verified:
+  """One target forward over root and nodes.
 
   Finished rows and padding go to no expert.
   """
@@ -63,19 +90,44 @@ def verify(
     tree.valid & ~state.done[:, None],
     tree.ancestors,
   )
-  return choose_tokens(engine.apply(params, out.hidden, method='logits')), out
+  logits = engine.apply(params, out.hidden, method='logits')
+  tokens = choose_tokens(engine, state, logits, tree.depths, state.length + 1)
+  return Verified(tokens, logits, out)
+
+
+def choose_tokens(
+  engine: Engine,
+  state: DecodeState,
+  logits: jax.Array,
+  depths: jax.Array,
+  first_position: jax.Array,
+) -> jax.Array:
+  """`[B, N]` int32: greedy or drawn; see `sampling.sampled_tokens`."""
+  if not engine.decode.sample:
+    return greedy_tokens(logits)
+  return sampled_tokens(
+    logits,
+    depths,
+    first_position,
+    state.sampling,
+    max_depth=max_depth(engine),
+  )
+
+
+def max_depth(engine: Engine) -> int:
+  """The deepest node that a tree can have."""
+  return min(engine.decode.draft_depth, engine.decode.tree_budget)
 
 
 def accept_path(
   engine: Engine, state: DecodeState, tree: DraftTree, target_tokens: jax.Array
 ) -> Acceptance:
   """The accepted path of every row."""
-  depth = min(engine.decode.draft_depth, engine.decode.tree_budget)
   return accept(
     tree,
     target_tokens,
     state.stop_ids,
-    max_depth=depth,
+    max_depth=max_depth(engine),
     implementation=engine.decode.implementation,
   )
 
@@ -162,18 +214,19 @@ def decode_round(
   with jax.named_scope('tree_build'):
     tree = build_tree(engine, state, logits)
   with jax.named_scope('verify'):
-    target_tokens, out = verify(engine, params, state, tree)
+    verified = verify(engine, params, state, tree)
   with jax.named_scope('accept'):
-    acceptance = accept_path(engine, state, tree, target_tokens)
+    acceptance = accept_path(engine, state, tree, verified.tokens)
   with jax.named_scope('commit'):
-    state = commit_path(engine, params, state, tree, out, acceptance)
+    state = commit_path(engine, params, state, tree, verified.out, acceptance)
   return state, RoundTrace(tree, acceptance)
 
 
 def prefill(engine: Engine, params: Params, state: DecodeState) -> DecodeState:
   """Commits the prompts chunk by chunk and chooses the first roots.
 
-  A chunk is a chain tree over the committed rows, so it goes through the same
+  Begins behind what is committed already, so it also takes a further turn. A
+  chunk is a chain tree over the committed rows, so it goes through the same
   attention as a verify. The number of chunks is a run-time value: a program
   serves every prompt length that its capacity admits.
   """
@@ -181,10 +234,10 @@ def prefill(engine: Engine, params: Params, state: DecodeState) -> DecodeState:
   batch = state.tokens.shape[0]
   prompt_length = state.prompt_length
 
-  def body(i, carry):
+  def body(_, carry):
     state, last_hidden = carry
-    out, state = prefill_chunk(engine, params, state, i * chunk)
-    last = prompt_length - 1 - i * chunk
+    last = prompt_length - 1 - state.length
+    out, state = prefill_chunk(engine, params, state)
     hidden = jnp.take_along_axis(
       out.hidden, jnp.clip(last, 0, chunk - 1)[:, None, None], axis=1
     )[:, 0]
@@ -192,40 +245,41 @@ def prefill(engine: Engine, params: Params, state: DecodeState) -> DecodeState:
     return state, jnp.where(here[:, None], hidden, last_hidden)
 
   hidden = jnp.zeros((batch, engine.config.hidden_size), _dtype(params))
-  chunks = (prompt_length.max() + chunk - 1) // chunk
+  chunks = ((prompt_length - state.length).max() + chunk - 1) // chunk
   state, hidden = lax.fori_loop(0, chunks, body, (state, hidden))
-  root = choose_tokens(engine.apply(params, hidden, method='logits'))
+  logits = engine.apply(params, hidden[:, None], method='logits')
+  depths = jnp.zeros((batch, 1), jnp.int32)
+  root = choose_tokens(engine, state, logits, depths, prompt_length)
   slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
   at_root = slots == prompt_length[:, None]
-  return state.replace(tokens=jnp.where(at_root, root[:, None], state.tokens))
+  return state.replace(tokens=jnp.where(at_root, root, state.tokens))
 
 
 def prefill_chunk(
-  engine: Engine, params: Params, state: DecodeState, start: jax.Array
+  engine: Engine, params: Params, state: DecodeState
 ) -> tuple[ForwardOutput, DecodeState]:
-  """Commits the prompt tokens `start .. start + prefill_chunk - 1`.
+  """Commits the next `prefill_chunk` prompt tokens of every row.
 
   Rows whose prompt is over are padding throughout; what is written for them
   lies behind their length.
   """
   chunk = engine.decode.prefill_chunk
-  tokens = lax.dynamic_slice_in_dim(state.tokens, start, chunk, axis=1)
-  positions = start + jnp.arange(chunk, dtype=jnp.int32)[None, :]
-  valid = positions < state.prompt_length[:, None]
+  path = jnp.broadcast_to(
+    jnp.arange(chunk, dtype=jnp.int32)[None, :],
+    (state.tokens.shape[0], chunk),
+  )
+  positions = state.length[:, None] + path
   out = engine.apply(
     params,
-    tokens,
-    jnp.broadcast_to(positions, tokens.shape),
+    jnp.take_along_axis(state.tokens, positions, axis=1),
+    positions,
     state.cache,
-    valid,
+    positions < state.prompt_length[:, None],
   )
   # The rows do not depend on the last layer's attention, which still reads
   # the cache: without the barrier the write may come first, on a copy.
   out = lax.optimization_barrier(out)
-  path = jnp.broadcast_to(
-    jnp.arange(chunk, dtype=jnp.int32)[None, :], tokens.shape
-  )
-  new_length = jnp.minimum(start + chunk, state.prompt_length)
+  new_length = jnp.minimum(state.length + chunk, state.prompt_length)
   drafter_state = state.drafter_state
   if engine.drafter is not None:
     drafter_state = engine.drafter.commit(

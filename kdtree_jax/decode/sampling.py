@@ -1,9 +1,207 @@
-"""The target's own token at every node: the one place where it is chosen."""
+"""The target's own token at every node: the one place where it is chosen.
 
+A draw is the argmax of the logits over temperature plus Gumbel noise. The
+noise depends on the request's key and the absolute position of the token that
+is drawn, on nothing else: so it is the same for all siblings, and the same
+whether the position is reached by an AR step or inside a tree. What is emitted
+is always the target's own draw, so the output does not depend on the tree.
+"""
+
+import dataclasses
+import math
+
+import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kdtree_jax.errors import UserError
 
 
-def choose_tokens(logits: jax.Array) -> jax.Array:
-  """Greedy: `[..., V]` -> `[...]` int32, ties to the lowest id."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+  """How one request draws its tokens.
+
+  Attributes:
+    temperature: 0 takes the most probable token.
+    top_k: draw among the k most probable; 0 for all. Ties with the last one
+      stay in.
+    top_p: draw among the fewest most probable that together have at least
+      this probability, after top_k; 1 for all.
+    min_p: drop tokens below this share of the most probable one's.
+    seed: of the request.
+  """
+
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  seed: int = 0
+
+  def __post_init__(self):
+    checks = (
+      ('temperature', 0 <= self.temperature < math.inf, 'at least 0'),
+      ('top_k', 0 <= self.top_k < 2**31, 'at least 0; 0 keeps all'),
+      ('top_p', 0 < self.top_p <= 1, 'above 0, at most 1'),
+      ('min_p', 0 <= self.min_p <= 1, 'in 0..1'),
+      ('seed', 0 <= self.seed < 2**32, 'in 0..2^32 - 1'),
+    )
+    for name, holds, wanted in checks:
+      if not holds:
+        raise UserError(f'{name}={getattr(self, name)} must be {wanted}')
+    if self.temperature == 0:
+      for name, neutral in (('top_k', 0), ('top_p', 1.0), ('min_p', 0.0)):
+        if getattr(self, name) != neutral:
+          raise UserError(
+            f'{name}={getattr(self, name)} has no effect at temperature 0'
+          )
+
+
+GREEDY = SamplingConfig()
+
+
+@flax.struct.dataclass
+class Sampling:
+  """B `SamplingConfig`s as operands: changing them compiles nothing.
+
+  Attributes:
+    temperature: `[B]` float32, likewise `top_p` and `min_p`.
+    top_k: `[B]` int32.
+    top_p: see `temperature`.
+    min_p: see `temperature`.
+    key: `[B, 2]` uint32, key data.
+  """
+
+  temperature: jax.Array
+  top_k: jax.Array
+  top_p: jax.Array
+  min_p: jax.Array
+  key: jax.Array
+
+  @classmethod
+  def of(cls, configs: list[SamplingConfig]) -> 'Sampling':
+    """Stacks the requests of a batch."""
+
+    def column(name, dtype):
+      return jnp.asarray(np.array([getattr(c, name) for c in configs], dtype))
+
+    keys = [jax.random.key_data(jax.random.key(c.seed)) for c in configs]
+    return cls(
+      temperature=column('temperature', np.float32),
+      top_k=column('top_k', np.int32),
+      top_p=column('top_p', np.float32),
+      min_p=column('min_p', np.float32),
+      key=jnp.stack(keys),
+    )
+
+
+def greedy_tokens(logits: jax.Array) -> jax.Array:
+  """`[..., V]` -> `[...]` int32, ties to the lowest id."""
   return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def sampled_tokens(
+  logits: jax.Array,
+  depths: jax.Array,
+  first_position: jax.Array,
+  sampling: Sampling,
+  *,
+  max_depth: int,
+) -> jax.Array:
+  """The target's draw after every node.
+
+  Args:
+    logits: `[B, N, V]` float32.
+    depths: `[B, N]` int32, 0..max_depth.
+    first_position: `[B]` int32, the position of a token drawn at depth 0.
+    sampling: B requests.
+    max_depth: static.
+
+  Returns:
+    `[B, N]` int32.
+  """
+  noise = position_noise(
+    sampling.key, first_position, max_depth + 1, logits.shape[-1]
+  )
+  temperature = sampling.temperature[:, None, None]
+  scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+  noisy = scaled + jnp.take_along_axis(noise, depths[:, :, None], axis=1)
+  drawn = jnp.argmax(
+    jnp.where(kept_tokens(scaled, sampling), noisy, -jnp.inf), axis=-1
+  ).astype(jnp.int32)
+  return jnp.where(temperature[:, :, 0] > 0, drawn, greedy_tokens(logits))
+
+
+def position_noise(
+  key: jax.Array, first_position: jax.Array, count: int, vocab_size: int
+) -> jax.Array:
+  """`[B, count, V]` Gumbel noise, drawn once a position."""
+
+  def at(key_data, position):
+    request = jax.random.wrap_key_data(key_data)
+    return jax.random.gumbel(
+      jax.random.fold_in(request, position), (vocab_size,), jnp.float32
+    )
+
+  ahead = jnp.arange(count, dtype=jnp.int32)
+  positions = first_position[:, None] + ahead[None, :]
+  return jax.vmap(jax.vmap(at, in_axes=(None, 0)))(key, positions)
+
+
+def kept_tokens(scaled: jax.Array, sampling: Sampling) -> jax.Array:
+  """`[B, N, V]` bool: what top_k, top_p and min_p leave, in this order.
+
+  Thresholds are found by bisection over the bits of the logits, which needs
+  no sort. Only done if some request asks for it.
+  """
+  top_k, top_p = sampling.top_k[:, None, None], sampling.top_p[:, None, None]
+
+  def cut(scaled):
+    order = _ordered_bits(scaled)
+    count = jnp.where(top_k > 0, top_k, scaled.shape[-1]).astype(jnp.float32)
+    kept = order >= _threshold(order, jnp.ones_like(scaled), count)
+    probs = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
+    # Where rounding keeps the sum below top_p = 1, the threshold is 0.
+    return kept & (order >= _threshold(order, probs, top_p))
+
+  def keep_all(scaled):
+    return jnp.ones(scaled.shape, jnp.bool_)
+
+  asked = ((top_k > 0) | (top_p < 1)).any()
+  kept = lax.cond(asked, cut, keep_all, scaled)
+  # p >= min_p max(p), in logits; log 0 = -inf keeps all.
+  floor = scaled.max(axis=-1, keepdims=True) + jnp.log(
+    sampling.min_p[:, None, None]
+  )
+  return kept & (scaled >= floor)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+  """float32 -> uint32 in the same order; -0 and 0 are one value."""
+  bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+  sign = jnp.uint32(1 << 31)
+  return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _threshold(
+  order: jax.Array, mass: jax.Array, wanted: jax.Array
+) -> jax.Array:
+  """The largest t with `sum(mass where order >= t) >= wanted`, else 0.
+
+  Args:
+    order: `[B, N, V]` uint32.
+    mass: `[B, N, V]` float32, not negative.
+    wanted: `[B, 1, 1]` float32.
+
+  Returns:
+    `[B, N, 1]` uint32.
+  """
+
+  def step(i, found):
+    trial = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+    held = jnp.where(order >= trial, mass, 0.0).sum(axis=-1, keepdims=True)
+    return jnp.where(held >= wanted, trial, found)
+
+  zero = jnp.zeros((*order.shape[:2], 1), jnp.uint32)
+  return lax.fori_loop(0, 32, step, zero)

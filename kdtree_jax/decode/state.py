@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax.decode.engine import Engine
+from kdtree_jax.decode.sampling import GREEDY, Sampling, SamplingConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.model import KVCache, init_cache
 
@@ -47,6 +48,7 @@ class DecodeState:
     stopped: `[B]` bool: done because a stop token was committed.
     cache: the target's; `cache.length` is the committed length.
     drafter_state: the drafter's.
+    sampling: how each row draws; unused in a greedy program.
     stats: per round.
   """
 
@@ -58,6 +60,7 @@ class DecodeState:
   stopped: jax.Array
   cache: KVCache
   drafter_state: Any
+  sampling: Sampling
   stats: RoundStats
 
   @property
@@ -96,6 +99,7 @@ def init_state(
   max_new_tokens: Sequence[int],
   stop_ids: Sequence[int],
   dtype: Any,
+  sampling: Sequence[SamplingConfig] | None = None,
 ) -> DecodeState:
   """An empty state for validated prompts; prefill comes next.
 
@@ -105,6 +109,7 @@ def init_state(
     max_new_tokens: B limits, each at least 1.
     stop_ids: tokens that end a sequence.
     dtype: of the caches.
+    sampling: B requests; default: greedy.
 
   Raises:
     UserError: a prompt that is empty, too long or has an id out of range.
@@ -119,7 +124,7 @@ def init_state(
   if min(max_new_tokens) < 1:
     raise UserError(f'max_new_tokens={min(max_new_tokens)} is below 1')
   limit = np.minimum(lengths + np.asarray(max_new_tokens), capacity)
-  zeros = np.zeros((batch, capacity), np.int32)
+  sampling = list(sampling or [GREEDY] * batch)
   drafter_state = ()
   if engine.drafter is not None:
     drafter_state = engine.drafter.init_state(batch, rows, dtype)
@@ -132,10 +137,72 @@ def init_state(
     stopped=jnp.zeros((batch,), jnp.bool_),
     cache=init_cache(engine.config, batch, rows, dtype),
     drafter_state=drafter_state,
-    stats=RoundStats(
-      acceptance_length=jnp.asarray(zeros),
-      num_nodes=jnp.asarray(zeros.copy()),
-      rounds=jnp.zeros((), jnp.int32),
+    sampling=Sampling.of(sampling),
+    stats=empty_stats(batch, capacity),
+  )
+
+
+def empty_stats(batch: int, rounds: int) -> RoundStats:
+  """Space for `rounds` rounds, none taken."""
+  return RoundStats(
+    acceptance_length=jnp.zeros((batch, rounds), jnp.int32),
+    num_nodes=jnp.zeros((batch, rounds), jnp.int32),
+    rounds=jnp.zeros((), jnp.int32),
+  )
+
+
+def extend(
+  state: DecodeState,
+  turns: Sequence[Sequence[int]],
+  max_new_tokens: Sequence[int],
+  capacity: int,
+) -> DecodeState:
+  """Puts a further turn behind each row's committed tokens; prefill is next.
+
+  The pending root, which was never part of the output, gives way to the turn.
+
+  Args:
+    state: of finished rows.
+    turns: B sequences of validated token ids, at least one each.
+    max_new_tokens: B limits.
+    capacity: of the engine.
+  """
+  tokens, length = np.array(state.tokens), np.array(state.length)
+  for row, start, turn in zip(tokens, length, turns, strict=True):
+    row[start : start + len(turn)] = turn
+  prompt_length = (length + [len(turn) for turn in turns]).astype(np.int32)
+  limit = np.minimum(prompt_length + np.asarray(max_new_tokens), capacity)
+  return state.replace(
+    tokens=jnp.asarray(tokens),
+    prompt_length=jnp.asarray(prompt_length),
+    limit=jnp.asarray(limit.astype(np.int32)),
+    done=jnp.asarray(limit <= prompt_length),
+    stopped=jnp.zeros_like(state.stopped),
+    stats=empty_stats(len(tokens), capacity),
+  )
+
+
+def truncate(state: DecodeState, row: int, length: int) -> DecodeState:
+  """Ends a row at `length` committed tokens, as if a stop token were there.
+
+  For stops that only the host can see, such as strings. What was committed
+  behind is forgotten, in the statistics too.
+  """
+  accepted = np.array(state.stats.acceptance_length)
+  nodes = np.array(state.stats.num_nodes)
+  surplus = int(accepted[row].sum()) - (length - int(state.prompt_length[row]))
+  for i in np.flatnonzero(accepted[row])[::-1]:
+    taken = min(surplus, accepted[row, i])
+    accepted[row, i] -= taken
+    surplus -= taken
+    if accepted[row, i] == 0:
+      nodes[row, i] = 0
+  return state.replace(
+    cache=state.cache.replace(length=state.cache.length.at[row].set(length)),
+    done=state.done.at[row].set(True),
+    stopped=state.stopped.at[row].set(True),
+    stats=state.stats.replace(
+      acceptance_length=jnp.asarray(accepted), num_nodes=jnp.asarray(nodes)
     ),
   )
 

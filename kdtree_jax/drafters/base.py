@@ -33,11 +33,13 @@ class Drafter(Protocol):
     tap_layers: target layers whose outputs `commit` receives as features.
     needs_golden: `params` must be `{'golden': [B, T] int32}`, the sequence
       that greedy decoding would produce, -1 where it is unknown.
+    max_positions: no block may reach beyond them; None for no limit.
   """
 
   block_size: int
   tap_layers: tuple[int, ...]
   needs_golden: ClassVar[bool]
+  max_positions: int | None
 
   @classmethod
   def create(cls, target: ModelConfig, block_size: int) -> 'Drafter':
@@ -95,6 +97,7 @@ class StubDrafter:
   block_size: int
   tap_layers: ClassVar[tuple[int, ...]] = ()
   needs_golden: ClassVar[bool] = False
+  max_positions: ClassVar[int | None] = None
 
   @classmethod
   def create(cls, target: ModelConfig, block_size: int) -> 'StubDrafter':

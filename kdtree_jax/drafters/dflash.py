@@ -210,6 +210,12 @@ class DFlashDrafter:
   def tap_layers(self) -> tuple[int, ...]:
     return self.config.target_layer_ids
 
+  @property
+  def max_positions(self) -> int:
+    # The trained block is drafted whole, however little of it is used.
+    unused = self.config.block_size - self.block_size
+    return self.config.max_position_embeddings - unused
+
   @classmethod
   def create(cls, target: ModelConfig, block_size: int) -> 'DFlashDrafter':
     layers = target.num_hidden_layers
@@ -227,6 +233,7 @@ class DFlashDrafter:
       target_layer_ids=taps,
       num_target_layers=layers,
       rope_theta=target.rope_theta,
+      max_position_embeddings=target.max_position_embeddings,
     )
     return cls(config, block_size)
 

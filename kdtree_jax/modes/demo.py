@@ -1,6 +1,6 @@
 """`--mode=demo`: AR and DDTree give the same tokens, in fewer forwards."""
 
-from kdtree_jax import api
+from kdtree_jax import api, generation
 from kdtree_jax.config import bundled
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
@@ -35,10 +35,12 @@ def run(config: RunConfig) -> int:
   budget = _budget(config)
   _print_model(target, prompt)
   with status('AR: compiling and decoding'):
-    ar = api.generate(target, None, prompt, max_new_tokens=count, stop_ids=())
+    ar = generation.generate(
+      target, None, prompt, max_new_tokens=count, stop_ids=()
+    )
   _print_run('AR    ', ar)
   with status('DDTree: compiling and decoding'):
-    tree = api.generate(
+    tree = generation.generate(
       target,
       drafter,
       prompt,

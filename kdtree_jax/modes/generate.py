@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import sys
 from typing import Any
 
-from kdtree_jax import api
+from kdtree_jax import api, generation
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.results import write_jsonl
@@ -26,6 +27,14 @@ FLAGS = (
   'tree_policy',
   'dtype',
   'stop_ids',
+  'ignore_eos',
+  'temperature',
+  'top_k',
+  'top_p',
+  'min_p',
+  'seed',
+  'chain_seed',
+  'stream',
   'capacity',
   'prefill_chunk',
   'output',
@@ -46,39 +55,23 @@ class Run:
 def run(config: RunConfig) -> int:
   """Runs every method and budget; 0 when all are written."""
   target_path = required(config.target, 'target', 'generate')
-  prompt = integers(
-    required(config.prompt_ids, 'prompt_ids', 'generate'), 'prompt_ids'
-  )
   methods = _methods(config)
+  ids = required(config.prompt_ids, 'prompt_ids', 'generate')
+  prompts = [integers(ids, 'prompt_ids')]
+  options = _options(config)
   with status(f'loading {target_path}'):
     target = api.load_target(target_path, config.dtype or 'float32')
     drafter = _drafter(config, target, methods)
-  options: dict[str, Any] = {
-    'max_new_tokens': _or(config.max_new_tokens, 128),
-    'capacity': config.capacity,
-    'prefill_chunk': _or(config.prefill_chunk, api.PREFILL_CHUNK),
-  }
-  if config.stop_ids is not None:
-    options['stop_ids'] = integers(config.stop_ids, 'stop_ids')
-  golden = None
   records = []
   for item in _plan(config, methods, drafter):
     used = drafter if item.method != 'ar' else None
-    if used is not None and used.drafter.needs_golden and golden is None:
-      with status('finding the golden continuation for the drafter'):
-        golden = _golden(target, prompt, used, options)
+    fields = options | {
+      'tree_budget': item.tree_budget,
+      'tree_policy': item.tree_policy,
+    }
     with status(f'{item.method}, budget {item.tree_budget}'):
-      result = api.generate(
-        target,
-        used,
-        prompt,
-        tree_budget=item.tree_budget,
-        tree_policy=item.tree_policy,
-        golden_ids=golden,
-        record_rounds=bool(config.dump_trees),
-        **options,
-      )
-    records.append(record(item, result, used))
+      for result in _results(config, target, used, prompts, fields):
+        records.append(record(item, result, used, options))
   if config.output is None:
     for line in records:
       print(json.dumps(line))
@@ -87,8 +80,60 @@ def run(config: RunConfig) -> int:
   return 0
 
 
+def _results(
+  config: RunConfig,
+  target: api.Target,
+  drafter: api.LoadedDrafter | None,
+  prompts: list[list[int]],
+  options: dict[str, Any],
+) -> list[GenerateResult]:
+  """Every prompt by one method, in order."""
+  if config.dump_trees:
+    return [
+      generation.generate(
+        target,
+        drafter,
+        prompt,
+        record_rounds=True,
+        **_seeded(options, i),
+      )
+      for i, prompt in enumerate(prompts)
+    ]
+  if config.stream:
+    return [
+      _streamed(target, drafter, prompt, _seeded(options, i))
+      for i, prompt in enumerate(prompts)
+    ]
+  return generation.generate_batch(target, drafter, prompts, **options)
+
+
+def _seeded(options: dict[str, Any], prompt: int) -> dict[str, Any]:
+  """The seed that a prompt has in a batch."""
+  return options | {'seed': options['seed'] + prompt}
+
+
+def _streamed(
+  target: api.Target,
+  drafter: api.LoadedDrafter | None,
+  prompt: list[int],
+  options: dict[str, Any],
+) -> GenerateResult:
+  """Shows tokens as they are committed; Ctrl-C keeps what is there."""
+  stream = generation.Stream(target, drafter, [prompt], **options)
+  try:
+    for update in stream:
+      print(*update.new_ids[0], end=' ', file=sys.stderr, flush=True)
+  except KeyboardInterrupt:
+    pass
+  print(file=sys.stderr)
+  return stream.results()[0]
+
+
 def record(
-  item: Run, result: GenerateResult, drafter: api.LoadedDrafter | None
+  item: Run,
+  result: GenerateResult,
+  drafter: api.LoadedDrafter | None,
+  options: dict[str, Any],
 ) -> dict[str, Any]:
   """One JSON object; every list is in the order of the rounds."""
   line = {
@@ -96,6 +141,8 @@ def record(
     'tree_budget': item.tree_budget,
     'block_size': drafter.block_size if drafter else 1,
     'drafter': drafter.name if drafter else None,
+    'temperature': options['temperature'],
+    'seed': options['seed'],
     'prompt_ids': result.prompt_ids,
     'output_ids': result.output_ids,
     'acceptance_lengths': result.acceptance_lengths,
@@ -126,7 +173,7 @@ def _plan(
   drafter: api.LoadedDrafter | None,
 ) -> list[Run]:
   """The runs in order: one an AR or chain, one a budget for DDTree."""
-  budgets = [api.DEFAULT_TREE_BUDGET]
+  budgets = [generation.GenerateOptions.tree_budget]
   if config.tree_budget is not None:
     budgets = integers(config.tree_budget, 'tree_budget')
   if min(budgets, default=0) < 0:
@@ -152,7 +199,7 @@ def _methods(config: RunConfig) -> tuple[str, ...]:
       raise UserError(f'--methods={method} is none of {", ".join(METHODS)}')
   if not methods:
     raise UserError(f'--methods is empty; choose from {", ".join(METHODS)}')
-  unused = ('block_size', 'tree_budget', 'tree_policy')
+  unused = ('block_size', 'tree_budget', 'tree_policy', 'chain_seed')
   if set(methods) == {'ar'}:
     for flag in ('drafter', *unused):
       if getattr(config, flag) is not None:
@@ -171,18 +218,31 @@ def _drafter(
   return api.load_drafter(name, target, config.block_size)
 
 
-def _golden(
-  target: api.Target,
-  prompt: list[int],
-  drafter: api.LoadedDrafter,
-  options: dict[str, Any],
-) -> list[int]:
-  """As far as any round can look: one block beyond the last token."""
-  count = options['max_new_tokens'] + drafter.block_size
-  return api.golden_continuation(
-    target, prompt, count, capacity=options['capacity']
+def _options(config: RunConfig) -> dict[str, Any]:
+  """The fields of `GenerateOptions` that do not differ between runs."""
+  defaults = generation.GenerateOptions
+  names = (
+    'max_new_tokens',
+    'capacity',
+    'prefill_chunk',
+    'chain_seed',
+    'temperature',
+    'top_k',
+    'top_p',
+    'min_p',
+    'seed',
   )
-
-
-def _or(value: int | None, default: int) -> int:
-  return default if value is None else value
+  options = {}
+  for name in names:
+    value = getattr(config, name)
+    options[name] = getattr(defaults, name) if value is None else value
+  if config.ignore_eos:
+    if config.stop_ids is not None:
+      raise UserError('--ignore_eos and --stop_ids exclude each other')
+    options['stop_ids'] = ()
+  elif config.stop_ids is not None:
+    options['stop_ids'] = tuple(integers(config.stop_ids, 'stop_ids'))
+  if config.stream and config.dump_trees:
+    raise UserError('--stream and --dump_trees exclude each other')
+  generation.GenerateOptions(**options).sampling(1)
+  return options

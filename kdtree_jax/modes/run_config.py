@@ -26,6 +26,13 @@ class RunConfig:
   tree_policy: str | None = None
   dtype: str | None = None
   stop_ids: tuple[str, ...] | None = None
+  ignore_eos: bool | None = None
+  temperature: float | None = None
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  chain_seed: bool | None = None
+  stream: bool | None = None
   capacity: int | None = None
   prefill_chunk: int | None = None
   output: str | None = None

@@ -8,7 +8,7 @@ from jax import lax
 
 from kdtree_jax.registry import register
 from kdtree_jax.tree.draft_tree import NO_PARENT, DraftTree, root_only
-from pallas_kernels.tree_build.api import tree_build
+from pallas_kernels.tree_build.api import ancestors_from_parents, tree_build
 
 # (logits [B, D, V], root [B], tree_budget, implementation) -> DraftTree with
 # 1 + tree_budget slots. Pure, traced inside the decoding loop.
@@ -85,6 +85,69 @@ def chain(
     ancestors=jnp.where(real[:, :, None], low[None], jnp.uint32(0)),
   )
   return _pad(tree, 1 + tree_budget)
+
+
+def seed_chain(tree: DraftTree, logits: jax.Array) -> DraftTree:
+  """Makes room for the whole rank-0 chain in a tree of the same size.
+
+  Under noisy drafts a best-first tree may cut its spine short. The result is
+  the longest prefix of `tree` that leaves space for what it lacks of the most
+  probable chain, and then those nodes: they score below all that is kept.
+
+  Args:
+    tree: with its nodes in order of score.
+    logits: `[B, D, V]` that it was grown from.
+  """
+  slots = tree.tokens.shape[1]
+  depth = min(logits.shape[1], slots - 1)
+  if depth == 0:
+    return tree
+  spine = chain(logits, tree.tokens[:, 0], slots - 1)
+  wanted = spine.num_nodes[:, None]
+  is_spine = _on_chain(tree, spine, depth)
+  # have[j]: nodes of the spine among the first j + 1. Keeping those j + 1
+  # takes j + 1 slots and one for each node of the spine that they lack.
+  have = jnp.cumsum(is_spine.astype(jnp.int32), axis=1)
+  index = jnp.arange(slots, dtype=jnp.int32)[None, :]
+  fits = tree.valid & (index + 1 + wanted - have <= slots)
+  kept = fits.sum(axis=1, dtype=jnp.int32)[:, None]
+  had = jnp.take_along_axis(have, kept - 1, axis=1)
+  deepest = jnp.where(is_spine & (index < kept), index, 0).max(axis=1)[:, None]
+  # Slot kept + i holds the spine's node at depth had + i.
+  added = (index >= kept) & (index < kept + wanted - had)
+  at = jnp.clip(had + index - kept, 0, slots - 1)
+
+  def merge(ours, spines, fill):
+    grown = jnp.take_along_axis(spines, at, axis=1)
+    return jnp.where(index < kept, ours, jnp.where(added, grown, fill))
+
+  # Scores of the two are rounded differently: no child above its parent.
+  ceiling = jnp.take_along_axis(tree.scores, deepest, axis=1)
+  spine = spine.replace(scores=jnp.minimum(spine.scores, ceiling))
+  above = jnp.where(index == kept, deepest, index - 1)
+  parents = jnp.where(
+    index < kept, tree.parents, jnp.where(added, above, NO_PARENT)
+  )
+  return DraftTree(
+    tokens=merge(tree.tokens, spine.tokens, 0),
+    parents=parents,
+    depths=merge(tree.depths, spine.depths, 0),
+    scores=merge(tree.scores, spine.scores, -jnp.inf),
+    num_nodes=(kept + wanted - had)[:, 0],
+    ancestors=ancestors_from_parents(parents, depth),
+  )
+
+
+def _on_chain(tree: DraftTree, spine: DraftTree, depth: int) -> jax.Array:
+  """`[B, N]` bool: nodes of `tree` whose path is a prefix of the chain's."""
+  at_depth = jnp.take_along_axis(spine.tokens, tree.depths, axis=1)
+  matches = tree.valid & (tree.tokens == at_depth)
+  on = matches & (tree.depths == 0)
+  parents = jnp.maximum(tree.parents, 0)
+  for level in range(1, depth + 1):
+    above = jnp.take_along_axis(on, parents, axis=1)
+    on |= matches & above & (tree.depths == level)
+  return on
 
 
 def _pad(tree: DraftTree, slots: int) -> DraftTree:

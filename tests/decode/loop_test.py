@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax import api
+from kdtree_jax import api, generation
+from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import Engine, init_state, profile, stream
 from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode.generate import decode_loop
@@ -20,6 +21,7 @@ from kdtree_jax.decode.round import (
   prefill,
   verify,
 )
+from kdtree_jax.errors import UserError
 from kdtree_jax.registry import names
 from tests import support
 
@@ -32,16 +34,10 @@ def trained(tree_budget=16, capacity=64, block_size=None):
   target = support.fixture(FIXTURE)
   folder = support.DATA / FIXTURE / 'dflash'
   drafter = api.load_drafter(folder, target, block_size)
-  engine = api.make_engine(
-    target,
-    drafter,
-    0,
-    tree_budget=tree_budget,
-    tree_policy='best_first',
-    capacity=capacity,
-    prefill_chunk=8,
-    kernels='auto',
+  options = generation.GenerateOptions(
+    tree_budget=tree_budget, capacity=capacity, prefill_chunk=8
   )
+  engine = generation.make_engine(target, drafter, 0, options)
   return engine, {'target': target.params, 'drafter': drafter.params}
 
 
@@ -60,12 +56,14 @@ def golden(count):
 def test_three_drivers_agree_bitwise():
   engine, params = trained()
   looped, _ = drivers.generate(engine, params, fresh(engine))
-  streamed = [step[0] for step in stream(engine, params, fresh(engine))][-1]
+  streamed = [*stream(engine, params, fresh(engine))][-1]
+  by_threes = [*stream(engine, params, fresh(engine), 3)]
   staged, times = profile(engine, params, fresh(engine))
   rounds = int(looped.stats.rounds)
   assert rounds < NEW_TOKENS
   assert times.verify.shape == times.commit.shape == (rounds,)
-  for other in (streamed, staged):
+  assert len(by_threes) == 1 + -(-rounds // 3)
+  for other in (streamed, by_threes[-1], staged):
     ours, theirs = jax.tree.leaves(looped), jax.tree.leaves(other)
     for a, b in zip(ours, theirs, strict=True):
       assert np.array_equal(a, b)
@@ -83,21 +81,15 @@ def test_same_run_twice_is_bitwise_equal():
 def test_the_loop_never_leaves_the_device(name):
   target = support.variant('tiny')
   drafter = api.load_drafter(name, target, 4) if name else None
-  engine = api.make_engine(
-    target,
-    drafter,
-    0,
-    tree_budget=9,
-    tree_policy='best_first',
-    capacity=32,
-    prefill_chunk=4,
-    kernels='auto',
+  options = generation.GenerateOptions(
+    tree_budget=9, capacity=32, prefill_chunk=4
   )
+  engine = generation.make_engine(target, drafter, 0, options)
   params = {'target': target.params, 'drafter': {}}
   if drafter:
     params['drafter'] = drafter.params
     if drafter.drafter.needs_golden:
-      params['drafter'] = api.golden_params(engine, [[1]])
+      params['drafter'] = generation.golden_params(engine, [[1]])
   state = fresh(engine, [[1]], 4)
   for function in (prefill, decode_loop):
     program, _ = PROGRAMS.get(function, engine, params, state, donate=True)
@@ -281,8 +273,8 @@ def test_every_node_is_verified_as_if_alone():
 
   def verified(state):
     tree = build_tree(engine, state, draft(engine, params, state))
-    tokens, out = verify(engine, params, state, tree)
-    return tree, tokens, engine.apply(params, out.hidden, method='logits')
+    verified = verify(engine, params, state, tree)
+    return tree, verified.tokens, verified.logits
 
   tree, tokens, logits = jax.jit(verified)(state)
   target = support.fixture(FIXTURE)
@@ -292,7 +284,7 @@ def test_every_node_is_verified_as_if_alone():
   for node in range(int(tree.num_nodes[0])):
     token = int(tree.tokens[0, node])
     paths[node] = [*paths[int(tree.parents[0, node])], token]
-    alone = api.forward_logits(target, [*prefix, *paths[node]])[-1]
+    alone = generation.forward_logits(target, [*prefix, *paths[node]])[-1]
     ours = np.asarray(logits[0, node])
     assert support.relative_error(ours, alone) < 1e-5, f'node {node}'
     assert int(tokens[0, node]) == alone.argmax()
@@ -306,7 +298,7 @@ def test_a_larger_tree_never_accepts_less():
     state = jax.jit(prefill, static_argnums=0)(engine, params, fresh(engine))
     logits = draft(engine, params, state)
     tree = build_tree(engine, state, logits)
-    tokens, _ = verify(engine, params, state, tree)
+    tokens = verify(engine, params, state, tree).tokens
     found = accept_path(engine, state, tree, tokens)
     accepted.append(int(found.acceptance_length[0]))
   assert accepted == sorted(accepted)
@@ -337,7 +329,7 @@ def test_bfloat16_runs_and_repeats_bitwise():
   drafter = api.load_drafter(support.DATA / FIXTURE / 'dflash', target)
   prompt = support.trace(FIXTURE)['prompt']
   first, second = (
-    api.generate(target, drafter, prompt, max_new_tokens=12, stop_ids=())
+    generation.generate(target, drafter, prompt, max_new_tokens=12, stop_ids=())
     for _ in range(2)
   )
   assert first.output_ids == second.output_ids
@@ -355,13 +347,13 @@ def test_without_jit():
 
 def test_engine_refuses_what_cannot_be():
   engine, _ = trained()
-  with pytest.raises(api.UserError, match='needs a drafter'):
+  with pytest.raises(UserError, match='needs a drafter'):
     Engine(engine.config, None, engine.decode)
-  with pytest.raises(api.UserError, match='block_size=4'):
+  with pytest.raises(UserError, match='block_size=4'):
     Engine(
       engine.config,
       engine.drafter,
-      api.DecodeConfig(tree_budget=3, draft_depth=3),
+      DecodeConfig(tree_budget=3, draft_depth=3),
     )
-  with pytest.raises(api.UserError, match='max_position_embeddings=512'):
+  with pytest.raises(UserError, match='max_position_embeddings=512'):
     trained(capacity=513)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax import api
+from kdtree_jax import api, generation
+from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import Engine, init_state
 from kdtree_jax.decode import generate as drivers
 from tests import support
@@ -23,7 +24,7 @@ def autoregressive(variant, row):
   """The answer, and a few tokens more for drafters that look ahead."""
   target = support.variant(variant)
   prompt = support.prompt_of(target.config, LENGTHS[row], seed=row)
-  result = api.generate(
+  result = generation.generate(
     target,
     None,
     prompt,
@@ -38,7 +39,7 @@ def autoregressive(variant, row):
 def speculative(case):
   target = support.variant(case.variant)
   drafter = api.load_drafter(case.drafter, target, BLOCK_SIZE)
-  decode = api.DecodeConfig(
+  decode = DecodeConfig(
     tree_budget=case.budget,
     draft_depth=BLOCK_SIZE - 1,
     tree_policy=case.policy,
@@ -50,7 +51,7 @@ def speculative(case):
   prompts = [prompt for prompt, _ in answers]
   params = {'target': target.params, 'drafter': drafter.params}
   if drafter.drafter.needs_golden:
-    params['drafter'] = api.golden_params(
+    params['drafter'] = generation.golden_params(
       engine, [[*prompt, *output] for prompt, output in answers]
     )
   state = init_state(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from kdtree_jax import api
+from kdtree_jax import api, generation
 from kdtree_jax.decode import init_state
 from kdtree_jax.decode.round import draft, prefill
 from tests import support
@@ -27,7 +27,7 @@ def drafter_of(name):
 
 def run(name, drafter, **options):
   trace = support.trace(name)
-  return api.generate(
+  return generation.generate(
     support.fixture(name),
     drafter,
     trace['prompt'],
@@ -64,16 +64,8 @@ def test_first_draft(name):
   """Golden draft logits: losslessness would hide every drafter bug."""
   trace, drafter = support.trace(name), drafter_of(name)
   target = support.fixture(name)
-  engine = api.make_engine(
-    target,
-    drafter,
-    64,
-    tree_budget=1,
-    tree_policy='best_first',
-    capacity=None,
-    prefill_chunk=5,
-    kernels='auto',
-  )
+  options = generation.GenerateOptions(tree_budget=1, prefill_chunk=5)
+  engine = generation.make_engine(target, drafter, 64, options)
   state = init_state(engine, [trace['prompt']], [1], (), jnp.float32)
   params = {'target': target.params, 'drafter': drafter.params}
   state = jax.jit(prefill, static_argnums=0)(engine, params, state)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax import api
-from kdtree_jax.config import config_names, load_config
+from kdtree_jax import generation
+from kdtree_jax.config import DecodeConfig, config_names, load_config
 from kdtree_jax.decode import Engine, init_state
 from kdtree_jax.decode.round import prefill
 from kdtree_jax.model import Transformer, init_cache
@@ -22,7 +22,7 @@ NODE_TOLERANCE = 1e-5
 def test_logits_are_those_of_transformers(name):
   target, wanted = support.fixture(name), support.expected(name)
   for chunk in (1, 3, 16):
-    logits = api.forward_logits(
+    logits = generation.forward_logits(
       target, wanted['input_ids'], prefill_chunk=chunk
     )
     assert logits.dtype == np.float32
@@ -33,7 +33,9 @@ def test_logits_are_those_of_transformers(name):
 def test_greedy_is_that_of_transformers(name):
   target, wanted = support.fixture(name), support.expected(name)
   prompt = wanted['input_ids']
-  result = api.generate(target, None, prompt, max_new_tokens=24, stop_ids=())
+  result = generation.generate(
+    target, None, prompt, max_new_tokens=24, stop_ids=()
+  )
   ids = [*result.prompt_ids, *result.output_ids]
   assert ids == wanted['greedy_ids'].tolist()
 
@@ -152,7 +154,7 @@ def test_batch_rows_equal_their_single_runs():
   target = support.variant('grouped_yarn')
   prompts = [support.prompt_of(target.config, n, seed=n) for n in (1, 7, 17)]
   params = {'target': target.params, 'drafter': {}}
-  decode = api.DecodeConfig(
+  decode = DecodeConfig(
     tree_budget=0, draft_depth=0, capacity=20, prefill_chunk=4
   )
   engine = Engine(target.config, None, decode)

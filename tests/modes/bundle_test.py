@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax import api
+from kdtree_jax import api, generation
 from kdtree_jax.config import bundled, config_names
 from kdtree_jax.io.kdtr import read_bundle, write_bundle
 from kdtree_jax.model import Transformer, init_cache
@@ -47,7 +47,7 @@ def test_tokens_are_golden(target):
   drafter = api.load_drafter('oracle', target, 7)
   sequence = [*golden['prompt'], *golden['ar_tokens']]
   for used, budget in ((None, 0), (drafter, 11)):
-    result = api.generate(
+    result = generation.generate(
       target,
       used,
       golden['prompt'],
