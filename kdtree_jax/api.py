@@ -18,6 +18,7 @@ from kdtree_jax.io import huggingface, kdtr
 from kdtree_jax.io.tensors import MappingSource, SafetensorsSource
 
 DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
+WEIGHTS = ('as_stored', *DTYPES)
 DEFAULT_BLOCK_SIZE = 8
 
 
@@ -55,18 +56,27 @@ class LoadedDrafter:
     return self.drafter.block_size
 
 
-def load_target(path: str | os.PathLike, dtype: str = 'float32') -> Target:
+def load_target(
+  path: str | os.PathLike,
+  dtype: str = 'float32',
+  weights: str = 'as_stored',
+  progress: huggingface.Progress | None = None,
+) -> Target:
   """Loads a KDTR bundle or a checkpoint folder in the Hugging Face layout.
 
   Args:
     path: a `.kdtr` file, or a folder with `config.json` and safetensors.
     dtype: `float32` or `bfloat16`: of weights, caches and arithmetic.
+    weights: `as_stored` keeps quantised weights quantised and expands them
+      where they are used; `bfloat16` and `float32` expand them now and round
+      all weights but the router's to it. Not finer than `dtype`.
+    progress: called with the bytes of each tensor that was read.
 
   Raises:
     UserError: what is wrong with the path or the checkpoint.
   """
   path = pathlib.Path(path)
-  jax_dtype = _dtype(dtype)
+  jax_dtype, expanded = _dtype(dtype), _expanded(weights, dtype)
   if _is_bundle(path):
     bundle = kdtr.read_bundle(path)
     config, golden = bundle.config, bundle.golden
@@ -75,14 +85,23 @@ def load_target(path: str | os.PathLike, dtype: str = 'float32') -> Target:
       MappingSource(bundle.target),
       jax_dtype,
       source_name=str(path),
+      expanded=expanded,
+      progress=progress,
     )
     return Target(
       bundle.name, config, params, jax_dtype, config.eos_token_id, golden
     )
   raw = huggingface.read_json(_folder(path, 'target') / 'config.json')
-  config = huggingface.model_config(raw)
+  where = str(path / 'config.json')
+  config = huggingface.model_config(raw, where)
   params = huggingface.target_params(
-    config, SafetensorsSource(path), jax_dtype, source_name=str(path)
+    config,
+    SafetensorsSource(path),
+    jax_dtype,
+    source_name=str(path),
+    quantization=huggingface.quantization(raw, where),
+    expanded=expanded,
+    progress=progress,
   )
   stop_ids = huggingface.stop_ids(path, raw)
   return Target(path.name, config, params, jax_dtype, stop_ids, {})
@@ -140,6 +159,15 @@ def _dtype(name: str) -> Any:
   if name not in DTYPES:
     raise UserError(f'dtype={name!r} is none of {", ".join(DTYPES)}')
   return DTYPES[name]
+
+
+def _expanded(weights: str, dtype: str) -> Any:
+  """The dtype to which weights are rounded, None for `as_stored`."""
+  if weights not in WEIGHTS:
+    raise UserError(f'weights={weights!r} is none of {", ".join(WEIGHTS)}')
+  if (weights, dtype) == ('float32', 'bfloat16'):
+    raise UserError(f'weights={weights} is finer than dtype={dtype}')
+  return DTYPES.get(weights)
 
 
 def _is_bundle(path: pathlib.Path) -> bool:

@@ -29,20 +29,28 @@ def check_array(
     ValueError: rank, a dimension or the dtype differs.
   """
   array = jnp.asarray(value)
-  fits = array.ndim == len(shape) and all(
-    want is None or want == have
-    for want, have in zip(shape, array.shape, strict=True)
-  )
-  if not fits:
-    wanted = ', '.join('any' if size is None else str(size) for size in shape)
-    raise ValueError(
-      f'{name}: expected shape [{wanted}], got {list(array.shape)}'
-    )
+  check_shape(name, array.shape, shape)
   if array.dtype.name not in dtypes:
     raise ValueError(
       f'{name}: expected dtype {" or ".join(dtypes)}, got {array.dtype.name}'
     )
   return array
+
+
+def check_shape(
+  name: str, have: Sequence[int], shape: Sequence[int | None]
+) -> None:
+  """Checks a shape; None leaves a dimension free.
+
+  Raises:
+    ValueError: the rank or a dimension differs.
+  """
+  fits = len(have) == len(shape) and all(
+    want is None or want == size for want, size in zip(shape, have, strict=True)
+  )
+  if not fits:
+    wanted = ', '.join('any' if size is None else str(size) for size in shape)
+    raise ValueError(f'{name}: expected shape [{wanted}], got {list(have)}')
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:

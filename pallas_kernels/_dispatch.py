@@ -43,3 +43,32 @@ def hopper_gpu() -> bool:
     return False
   capability = getattr(jax.devices()[0], "compute_capability", "")
   return str(capability).split(".")[0] == "9"
+
+
+def with_mosaic(
+  op: str,
+  mosaic: Callable[..., Any],
+  reference: Callable[..., Any],
+  implementation: str | None,
+  reason: str | None,
+) -> Callable[..., Any]:
+  """`select` between an op's Mosaic kernel and its reference.
+
+  Args:
+    op: name of the op, for the message.
+    mosaic: its kernel for Hopper GPUs.
+    reference: its reference, which runs everywhere.
+    implementation: what the caller asked for.
+    reason: why the kernel does not take this shape; None if it does.
+
+  Raises:
+    ValueError: as `select`; "mosaic_gpu" that cannot run says why.
+  """
+  if reason is None and not hopper_gpu():
+    reason = 'the default backend is not a Hopper GPU'
+  if reason is None:
+    found = {'mosaic_gpu': mosaic, 'reference': reference}
+    return select(op, found, implementation)
+  if implementation == 'mosaic_gpu':
+    raise ValueError(f'implementation: {op} has no mosaic_gpu here: {reason}')
+  return select(op, {'reference': reference}, implementation)

@@ -21,6 +21,7 @@ from kdtree_jax.io.fields import (
   is_inert,
 )
 from kdtree_jax.io.files import show
+from kdtree_jax.io.quantization import Quantization, read_quantization
 from kdtree_jax.io.tensors import CheckpointError, read_json
 
 MODEL_TYPES = ('deepseek_v2', 'deepseek_v3', 'kimi_k2', 'glm4_moe_lite')
@@ -54,11 +55,13 @@ _IGNORED_IN_TARGET = _HOUSEKEEPING | {
   'head_dim',
   # Those layers come after the model's own and are not run.
   'num_nextn_predict_layers',
+  'quantization_config',  # `quantization` reads it
 }
 _IGNORED_IN_WRAPPER = _HOUSEKEEPING | {
   'eos_token_id',  # `stop_ids` reads it
   'ignore_index',
   'media_placeholder_token_id',
+  'quantization_config',  # `quantization` reads it
   'text_config',
   'use_unified_vision_chunk',
   'video_placeholder',
@@ -191,9 +194,30 @@ def _unwrap(raw: Any, where: str) -> tuple[Any, str]:
   if kind not in WRAPPER_TYPES:
     return raw, where
   text = fields.get('text_config', REQUIRED)
-  _reject_quantization(fields)
   fields.finish(_IGNORED_IN_WRAPPER)
   return text, f'{where}: text_config'
+
+
+def quantization(
+  raw: Any, source_name: str = 'config.json'
+) -> Quantization | None:
+  """How a target's weights are quantised, None if they are not.
+
+  Of a multimodal model `text_config` says so, or the wrapper does.
+
+  Raises:
+    CheckpointError: a method that this engine does not have, or two.
+  """
+  found = read_quantization(Fields(raw, source_name), source_name)
+  text, where = _unwrap(raw, source_name)
+  if text is raw:
+    return found
+  inner = read_quantization(Fields(text, where), where)
+  if found is not None and inner is not None and found != inner:
+    raise CheckpointError(
+      f'{source_name}: quantization_config and that of text_config disagree'
+    )
+  return inner or found
 
 
 def _reject_quantization(fields: Fields) -> None:
@@ -241,7 +265,7 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
       'model_type',
       f'is {show(kind)}; supported: {", ".join(MODEL_TYPES + WRAPPER_TYPES)}',
     )
-  _reject_quantization(fields)
+  quantization(raw, source_name)  # refused here already, if at all
   fields.fixed('hidden_act', 'silu')
   fields.fixed('partial_rotary_factor', 1)
   arguments = _attention_arguments(fields, where) | _mlp_arguments(fields, kind)

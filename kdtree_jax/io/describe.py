@@ -14,9 +14,10 @@ from kdtree_jax.io.checkpoint_config import (
   drafter_config,
   is_drafter,
   model_config,
+  quantization,
   stop_ids,
 )
-from kdtree_jax.io.checkpoint_weights import (
+from kdtree_jax.io.checkpoint_tensors import (
   Match,
   match_drafter,
   match_target,
@@ -85,9 +86,15 @@ def _describe_folder(path: pathlib.Path) -> list[str]:
 
 
 def _describe_target(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
-  config = model_config(raw, str(path / 'config.json'))
+  where = str(path / 'config.json')
+  config = model_config(raw, where)
   source = SafetensorsSource(path)
-  match = match_target(config, source, source_name=str(path))
+  match = match_target(
+    config,
+    source,
+    source_name=str(path),
+    quantization=quantization(raw, where),
+  )
   rows = _rows(source, match.names.values())
   return [
     f'{path}: checkpoint, model_type {raw["model_type"]}',

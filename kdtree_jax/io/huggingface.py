@@ -4,21 +4,26 @@ from kdtree_jax.io.checkpoint_config import (
   drafter_config,
   is_drafter,
   model_config,
+  quantization,
   stop_ids,
 )
-from kdtree_jax.io.checkpoint_weights import (
+from kdtree_jax.io.checkpoint_tensors import (
   Match,
-  drafter_params,
   drafter_shapes,
   match_drafter,
   match_target,
-  target_params,
   tensor_shapes,
+)
+from kdtree_jax.io.checkpoint_weights import (
+  Progress,
+  drafter_params,
+  target_params,
 )
 from kdtree_jax.io.tensors import read_json
 
 __all__ = (
   'Match',
+  'Progress',
   'drafter_config',
   'drafter_params',
   'drafter_shapes',
@@ -26,6 +31,7 @@ __all__ = (
   'match_drafter',
   'match_target',
   'model_config',
+  'quantization',
   'read_json',
   'stop_ids',
   'target_params',

@@ -24,7 +24,7 @@ import safetensors.numpy
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.checkpoint_config import check_numbers, check_sizes
-from kdtree_jax.io.checkpoint_weights import (
+from kdtree_jax.io.checkpoint_tensors import (
   Shapes,
   drafter_shapes,
   tensor_shapes,

@@ -1,8 +1,10 @@
 """Where tensors come from: safetensors files, folders of shards, a mapping."""
 
+import json
+import mmap
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -41,9 +43,23 @@ ITEM_BYTES = {
   'F64': 8,
   'C64': 8,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()} | {
-  np.dtype(np.int32): 'I32',
-  np.dtype(np.int64): 'I64',
+# Those and what quantised weights and golden answers are made of.
+_KNOWN_DTYPES = FLOAT_DTYPES | {
+  'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
+  'I32': np.dtype(np.int32),
+  'I64': np.dtype(np.int64),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _KNOWN_DTYPES.items()}
+# Read for what is said about them: a foreign dtype is refused by its name.
+_READABLE_DTYPES = _KNOWN_DTYPES | {
+  'BOOL': np.dtype(np.bool_),
+  'U8': np.dtype(np.uint8),
+  'I8': np.dtype(np.int8),
+  'U16': np.dtype(np.uint16),
+  'I16': np.dtype(np.int16),
+  'U32': np.dtype(np.uint32),
+  'U64': np.dtype(np.uint64),
+  'F64': np.dtype(np.float64),
 }
 
 
@@ -67,7 +83,19 @@ class TensorSource(Protocol):
     ...
 
   def read(self, name: str) -> np.ndarray:
-    """The tensor; bfloat16 as the dtype of ml_dtypes."""
+    """The tensor; bfloat16 and float8 as the dtypes of ml_dtypes."""
+    ...
+
+  def view(self, name: str) -> np.ndarray:
+    """The tensor in the source's own memory, to be read and not kept."""
+    ...
+
+  def prefetch(self, names: Iterable[str]) -> None:
+    """Says which tensors will be viewed soon."""
+    ...
+
+  def release(self, name: str) -> None:
+    """Says that a view is done with, so that its memory may be reclaimed."""
     ...
 
 
@@ -121,11 +149,51 @@ def open_safetensors(
   raise error(f'{path}: {"is not a file" if exists else "no such file"}')
 
 
+class _MappedFile:
+  """A safetensors file as a memory map and a table of places in it."""
+
+  def __init__(self, path: pathlib.Path):
+    self.path = path
+    # Its parser checks everything; ours below may then be short.
+    handle = open_safetensors(path)
+    self.metadata: dict[str, str] = handle.metadata() or {}
+    try:
+      with open(path, 'rb') as file:
+        size = int.from_bytes(file.read(8), 'little')
+        header = json.loads(file.read(size))
+        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as e:
+      raise CheckpointError(f'{path}: cannot be read: {e.strerror or e}') from e
+    self._data = 8 + size
+    self.entries = {k: v for k, v in header.items() if k != '__metadata__'}
+
+  def view(self, name: str) -> np.ndarray:
+    entry = self.entries[name]
+    dtype = _READABLE_DTYPES.get(entry['dtype'])
+    if dtype is None:
+      raise CheckpointError(
+        f'{self.path}: tensor {show(name)} of dtype {entry["dtype"]} cannot '
+        'be read'
+      )
+    begin, end = entry['data_offsets']
+    flat = np.frombuffer(
+      self._map, dtype, (end - begin) // dtype.itemsize, self._data + begin
+    )
+    return flat.reshape(entry['shape'])
+
+  def advise(self, name: str, advice: int) -> None:
+    """Tells the kernel what will happen to a tensor's pages."""
+    begin, end = self.entries[name]['data_offsets']
+    begin = (self._data + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    end += self._data
+    if end > begin:
+      self._map.madvise(advice, begin, end - begin)
+
+
 class SafetensorsSource:
   """A safetensors file, or a folder with one file or with indexed shards.
 
-  Headers are read at once and compared with the index; data is mapped, and a
-  tensor is copied out of the map when it is read.
+  Headers are read at once and compared with the index; data is mapped.
   """
 
   def __init__(self, path: os.PathLike | str):
@@ -145,18 +213,18 @@ class SafetensorsSource:
       files, weight_map = _folder_files(self.path)
     else:
       files = (self.path,)
-    self._tensors: dict[str, tuple[pathlib.Path, Any]] = {}
+    self._tensors: dict[str, _MappedFile] = {}
     self._metadata: dict[str, str] = {}
-    for file in files:
-      handle = open_safetensors(file)
-      self._metadata |= handle.metadata() or {}
-      for name in handle.keys():
+    for path in files:
+      file = _MappedFile(path)
+      self._metadata |= file.metadata
+      for name in file.entries:
         if name in self._tensors:
-          other = self._tensors[name][0].name
+          other = self._tensors[name].path.name
           raise CheckpointError(
-            f'{file}: tensor {show(name)} is also in the shard {other}'
+            f'{path}: tensor {show(name)} is also in the shard {other}'
           )
-        self._tensors[name] = (file, handle)
+        self._tensors[name] = file
     if weight_map is not None:
       self._check_index(weight_map)
 
@@ -164,18 +232,18 @@ class SafetensorsSource:
     index = self.path / INDEX_FILE
     for name, shard in weight_map.items():
       found = self._tensors.get(name)
-      if found is None or found[0] != self.path / shard:
+      if found is None or found.path != self.path / shard:
         raise CheckpointError(
           f'{index}: tensor {show(name)} is not in {shard}, where the index '
           'puts it'
         )
-    for name, (file, _) in self._tensors.items():
+    for name, file in self._tensors.items():
       if name not in weight_map:
         raise CheckpointError(
-          f'{file}: tensor {show(name)} is not in the index {INDEX_FILE}'
+          f'{file.path}: tensor {show(name)} is not in the index {INDEX_FILE}'
         )
 
-  def _find(self, name: str) -> tuple[pathlib.Path, Any]:
+  def _find(self, name: str) -> _MappedFile:
     if name not in self._tensors:
       raise CheckpointError(f'{self.path}: no tensor {show(name)}')
     return self._tensors[name]
@@ -184,33 +252,32 @@ class SafetensorsSource:
     return tuple(sorted(self._tensors))
 
   def shape(self, name: str) -> tuple[int, ...]:
-    return tuple(self._find(name)[1].get_slice(name).get_shape())
+    return tuple(self._find(name).entries[name]['shape'])
 
   def dtype(self, name: str) -> str:
-    return self._find(name)[1].get_slice(name).get_dtype()
+    return self._find(name).entries[name]['dtype']
 
   def file(self, name: str) -> pathlib.Path:
     """The file that holds a tensor, for messages."""
-    return self._find(name)[0]
+    return self._find(name).path
 
   def metadata(self) -> dict[str, str]:
     """Free text of the header; of shards, all together."""
     return dict(self._metadata)
 
   def read(self, name: str) -> np.ndarray:
-    file, handle = self._find(name)
-    try:
-      return handle.get_tensor(name)
-    # NumPy lacks some dtypes of the format: an AttributeError in 0.8.
-    except (safetensors.SafetensorError, AttributeError, TypeError) as e:
-      raise CheckpointError(
-        f'{file}: tensor {show(name)} of dtype {self.dtype(name)} cannot be '
-        f'read: {e}'
-      ) from e
-    except OSError as e:
-      raise CheckpointError(
-        f'{file}: tensor {show(name)} cannot be read: {e.strerror or e}'
-      ) from e
+    return self.view(name).copy()
+
+  def view(self, name: str) -> np.ndarray:
+    return self._find(name).view(name)
+
+  def prefetch(self, names: Iterable[str]) -> None:
+    for name in names:
+      self._find(name).advise(name, mmap.MADV_WILLNEED)
+
+  def release(self, name: str) -> None:
+    # Pages of a neighbour that go too are still in the file.
+    self._find(name).advise(name, mmap.MADV_DONTNEED)
 
 
 class MappingSource:
@@ -236,6 +303,15 @@ class MappingSource:
   def read(self, name: str) -> np.ndarray:
     return self._find(name)
 
+  def view(self, name: str) -> np.ndarray:
+    return self.read(name)
+
+  def prefetch(self, names: Iterable[str]) -> None:
+    del names
+
+  def release(self, name: str) -> None:
+    del name
+
 
 class PrefixedSource:
   """The tensors of a source whose names begin with a prefix, without it."""
@@ -258,6 +334,15 @@ class PrefixedSource:
 
   def read(self, name: str) -> np.ndarray:
     return self._source.read(self._prefix + name)
+
+  def view(self, name: str) -> np.ndarray:
+    return self._source.view(self._prefix + name)
+
+  def prefetch(self, names: Iterable[str]) -> None:
+    self._source.prefetch(self._prefix + name for name in names)
+
+  def release(self, name: str) -> None:
+    self._source.release(self._prefix + name)
 
 
 def _folder_files(

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quantized import QuantizedArray, expand
+
 Initializer = Callable[..., jax.Array]
 
 # 0.02 is the initializer_range of the whole model family.
@@ -36,12 +38,17 @@ def weight(
   return module.get_variable('params', name)
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array | QuantizedArray) -> jax.Array:
   """`x [..., I] @ w[O, I].T -> [..., O]` in float32.
 
   HIGHEST keeps float32 operands from being rounded to tf32 on a GPU; it means
   nothing for bfloat16, which is accumulated in float32 either way.
   """
+  if isinstance(w, QuantizedArray):
+    # Tied to x, or XLA expands the weight once, before the decoding loop, and
+    # holds it beside the quantised one.
+    x, w = lax.optimization_barrier((x, w))
+    w = expand(w, x.dtype)
   contract = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
   return lax.dot_general(
     x,

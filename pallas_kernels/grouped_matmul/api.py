@@ -3,18 +3,16 @@
 import jax
 
 from pallas_kernels import _checks, _dispatch
-from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul import mosaic_gpu, reference
+from pallas_kernels.quantized import QuantizedArray
 
 __all__ = ('expert_mlp',)
-
-# Best first: what None picks.
-_IMPLEMENTATIONS = {'reference': reference.expert_mlp}
 
 
 def expert_mlp(
   x: jax.Array,
-  gate_up: jax.Array,
-  down: jax.Array,
+  gate_up: jax.Array | QuantizedArray,
+  down: jax.Array | QuantizedArray,
   expert_ids: jax.Array,
   expert_weights: jax.Array,
   *,
@@ -31,13 +29,15 @@ def expert_mlp(
 
   Args:
     x: `[T, H]` float32 or bfloat16.
-    gate_up: `[E, 2 * I, H]`, of x's dtype; an expert's gate rows, then its up
-      rows.
-    down: `[E, H, I]`, of x's dtype.
+    gate_up: `[E, 2 * I, H]`, of x's dtype or quantised; an expert's gate rows,
+      then its up rows.
+    down: `[E, H, I]`, of x's dtype or quantised. Quantised weights become x's
+      dtype one expert at a time; only "reference" takes them.
     expert_ids: `[T, K]` int32. An id outside 0..E-1 is no expert and costs
       nothing (padding uses E); an id that occurs twice in a row adds up.
     expert_weights: `[T, K]` float32.
-    implementation: None for the best available, or "reference".
+    implementation: None for the best available, "mosaic_gpu" (a Hopper GPU,
+      bfloat16) or "reference".
 
   Returns:
     `[T, H]` in x's dtype; zeros for a row without experts.
@@ -48,9 +48,9 @@ def expert_mlp(
   x = _checks.check_array('x', x, (None, None), _checks.FLOATS)
   rows, hidden = x.shape
   dtype = (x.dtype.name,)
-  down = _checks.check_array('down', down, (None, hidden, None), dtype)
+  down = _check_weight('down', down, (None, hidden, None), dtype)
   experts, _, inner = down.shape
-  gate_up = _checks.check_array(
+  gate_up = _check_weight(
     'gate_up', gate_up, (experts, 2 * inner, hidden), dtype
   )
   expert_ids = _checks.check_array(
@@ -59,5 +59,20 @@ def expert_mlp(
   expert_weights = _checks.check_array(
     'expert_weights', expert_weights, expert_ids.shape, ('float32',)
   )
-  run = _dispatch.select('expert_mlp', _IMPLEMENTATIONS, implementation)
+  run = _dispatch.with_mosaic(
+    'expert_mlp',
+    mosaic_gpu.expert_mlp,
+    reference.expert_mlp,
+    implementation,
+    mosaic_gpu.supported(x, gate_up, down, expert_ids),
+  )
   return run(x, gate_up, down, expert_ids, expert_weights)
+
+
+def _check_weight(name, value, shape, dtypes):
+  """`_checks.check_array` for what may also be quantised."""
+  if not isinstance(value, QuantizedArray):
+    return _checks.check_array(name, value, shape, dtypes)
+  value.check(name)
+  _checks.check_shape(name, value.shape, shape)
+  return value

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quantized import QuantizedArray, expand
+
 
 def expert_mlp(
   x: jax.Array,
-  gate_up: jax.Array,
-  down: jax.Array,
+  gate_up: jax.Array | QuantizedArray,
+  down: jax.Array | QuantizedArray,
   expert_ids: jax.Array,
   expert_weights: jax.Array,
 ) -> jax.Array:
@@ -20,7 +22,8 @@ def expert_mlp(
 
     def add(total):
       # Sliced inside the branch: an expert nobody chose is not even read.
-      y = _mlp(x, gate_up[expert], down[expert])
+      one = (expand(stack[expert], x.dtype) for stack in (gate_up, down))
+      y = _mlp(x, *one)
       # Selected, not multiplied by 0: a row must not see what an expert that it
       # did not choose makes of it, which may be inf.
       wanted = jnp.any(chosen, axis=1)[:, None]

@@ -3,13 +3,10 @@
 import jax
 
 from pallas_kernels import _checks, _dispatch
-from pallas_kernels.tree_accept import reference
+from pallas_kernels.tree_accept import mosaic_gpu, reference
 from pallas_kernels.tree_accept.reference import AcceptArrays
 
 __all__ = ('AcceptArrays', 'tree_accept')
-
-# Best first: what None picks.
-_IMPLEMENTATIONS = {'reference': reference.tree_accept}
 
 
 def tree_accept(
@@ -37,7 +34,8 @@ def tree_accept(
     num_nodes: `[B]` int32; nodes at or beyond it are never followed.
     target_tokens: `[B, N]` int32, the target's token after each node.
     max_depth: bound on the accepted tokens, static, >= 0.
-    implementation: None for the best available, or "reference".
+    implementation: None for the best available, "mosaic_gpu" (a Hopper GPU)
+      or "reference".
 
   Returns:
     `AcceptArrays`: path `[B, max_depth + 1]` int32 starting at 0, entries
@@ -61,5 +59,11 @@ def tree_accept(
     'target_tokens', target_tokens, (batch, n), _checks.INT32
   )
   max_depth = _checks.check_int('max_depth', max_depth, 0)
-  run = _dispatch.select('tree_accept', _IMPLEMENTATIONS, implementation)
+  run = _dispatch.with_mosaic(
+    'tree_accept',
+    mosaic_gpu.tree_accept,
+    reference.tree_accept,
+    implementation,
+    mosaic_gpu.unsupported(n, batch),
+  )
   return run(tokens, parents, num_nodes, target_tokens, max_depth=max_depth)

@@ -3,13 +3,11 @@
 import jax
 
 from pallas_kernels import _checks, _dispatch
-from pallas_kernels.tree_build import reference
+from pallas_kernels.tree_build import mosaic_gpu, reference
+from pallas_kernels.tree_build.bits import ancestors_from_parents
 from pallas_kernels.tree_build.reference import TreeArrays
 
-__all__ = ('TreeArrays', 'tree_build')
-
-# Best first: what None picks.
-_IMPLEMENTATIONS = {'reference': reference.tree_build}
+__all__ = ('ancestors_from_parents', 'TreeArrays', 'tree_build')
 
 
 def tree_build(
@@ -36,7 +34,8 @@ def tree_build(
       gives the tree that is only a root.
     root: `[B]` int32, the root's token.
     budget: nodes besides the root, static, >= 0. N = 1 + budget.
-    implementation: None for the best available, or "reference".
+    implementation: None for the best available, "mosaic_gpu" (a Hopper GPU)
+      or "reference".
 
   Returns:
     `TreeArrays`: tokens, parents, depths `[B, N]` int32, scores `[B, N]`
@@ -62,5 +61,11 @@ def tree_build(
     raise ValueError(
       f'logits: vocabulary of {vocab}; expected 1..{reference.MAX_VOCAB}'
     )
-  run = _dispatch.select('tree_build', _IMPLEMENTATIONS, implementation)
+  run = _dispatch.with_mosaic(
+    'tree_build',
+    mosaic_gpu.tree_build,
+    reference.tree_build,
+    implementation,
+    mosaic_gpu.unsupported(logits.shape, budget),
+  )
   return run(logits, root, budget=budget)

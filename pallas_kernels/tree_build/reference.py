@@ -82,20 +82,46 @@ def rank_marginals(
     log_q: `[B, D, K]` int32; `DEAD` where the logit is -inf.
     token_ids: `[B, D, K]` int32, by (logit descending, id ascending).
   """
+  logits = canonical(logits)
+  highest = jnp.max(logits, axis=2, keepdims=True)
+  # Where nothing is possible, keep -inf - (-inf) from making NaN.
+  highest = jnp.where(highest == -jnp.inf, 0.0, highest)
+  lse = log_sum_exp(logits, highest)
+  values, token_ids = lax.top_k(logits, num_ranks)
+  return log_q_of_values(values, highest, lse), token_ids
+
+
+def canonical(logits: jax.Array) -> jax.Array:
+  """Logits as float32, without NaN, +inf and -0; see `rank_marginals`."""
   logits = logits.astype(jnp.float32)
   logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
   logits = jnp.minimum(logits, jnp.finfo(jnp.float32).max)
   # top_k puts 0 before -0, but they are one logit.
-  logits = jnp.where(logits == 0, 0.0, logits)
-  highest = jnp.max(logits, axis=2, keepdims=True)
-  # Where nothing is possible, keep -inf - (-inf) from making NaN.
-  highest = jnp.where(highest == -jnp.inf, 0.0, highest)
-  total = jnp.sum(jnp.exp(logits - highest), axis=2, keepdims=True)
-  lse = jnp.round(jnp.log(jnp.maximum(total, 1.0)) * SCALE).astype(jnp.int32)
-  values, token_ids = lax.top_k(logits, num_ranks)
+  return jnp.where(logits == 0, 0.0, logits)
+
+
+def log_sum_exp(logits: jax.Array, highest: jax.Array) -> jax.Array:
+  """round(log(sum exp(l - highest)) SCALE), `[B, D, 1]` int32, at least 0.
+
+  Every implementation takes it from here: the order of a float sum is the
+  compiler's, and another order rounds to another unit now and then.
+
+  Args:
+    logits: `[B, D, V]`, canonical or not.
+    highest: `[B, D, 1]` float32, finite.
+  """
+  exp = jnp.exp(canonical(logits) - highest)
+  total = jnp.sum(exp, axis=2, keepdims=True)
+  return jnp.round(jnp.log(jnp.maximum(total, 1.0)) * SCALE).astype(jnp.int32)
+
+
+def log_q_of_values(
+  values: jax.Array, highest: jax.Array, lse: jax.Array
+) -> jax.Array:
+  """Fixed-point log q `[B, D, K]` of canonical logits, see `rank_marginals`."""
   z = jnp.maximum(jnp.round((values - highest) * SCALE), FLOOR)
   log_q = z.astype(jnp.int32) - lse
-  return jnp.where(values == -jnp.inf, DEAD, log_q), token_ids
+  return jnp.where(values == -jnp.inf, DEAD, log_q)
 
 
 def tree_from_ranks(

@@ -112,7 +112,7 @@ def test_what_cannot_be_described(tmp_path):
   (tmp_path / 'x.kdtr').write_bytes(b'x')
   with pytest.raises(UserError, match='x.kdtr: not a complete safetensors'):
     describe(tmp_path / 'x.kdtr')
-  raw = raw_config('moonlight', quantization_config={'quant_method': 'fp8'})
+  raw = raw_config('moonlight', quantization_config={'quant_method': 'awq'})
   (tmp_path / 'config.json').write_text(json.dumps(raw))
-  with pytest.raises(UserError, match='quantised weights are not supported'):
+  with pytest.raises(UserError, match='says AWQ, unsupported'):
     describe(tmp_path)

@@ -1,0 +1,376 @@
+"""The tensors of checkpoints: names, shapes, and who they belong to."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+from kdtree_jax.config import DrafterConfig, ModelConfig
+from kdtree_jax.io.files import show
+from kdtree_jax.io.quantization import (
+  FP8_DTYPE,
+  PACKED,
+  SCALE,
+  SCALE_INV,
+  SHAPE,
+  Quantization,
+  Shapes,
+)
+from kdtree_jax.io.tensors import FLOAT_DTYPES, CheckpointError, TensorSource
+
+# Far above any real model: a config must not make us list names for hours.
+_MAX_EXPERTS = 1_000_000
+
+# Where exports put the language model, and the one spelling used here.
+_TARGET_PREFIXES = (
+  ('language_model.model.', 'model.'),
+  ('model.language_model.', 'model.'),
+  ('language_model.lm_head.', 'lm_head.'),
+)
+_DRAFTER_ALIASES = (
+  ('encoder.fc.', 'fc.'),
+  ('encoder.output_norm_enc.', 'hidden_norm.'),
+  ('midlayer.', 'layers.0.'),
+)
+_VISION = (
+  'vision_tower.',
+  'mm_projector.',
+  'model.vision_tower.',
+  'model.mm_projector.',
+)
+_ROTARY_BUFFER = 'rotary_emb.inv_freq'
+_LAYER = re.compile(r'model\.layers\.([0-9]{1,9})\.')
+
+
+def tensor_shapes(config: ModelConfig) -> Shapes:
+  """Every tensor of a checkpoint, experts one by one: name to shape.
+
+  Linear weights are `[out, in]`.
+
+  Raises:
+    CheckpointError: more experts than any machine could hold.
+  """
+  c = config
+  experts = c.num_hidden_layers * c.n_routed_experts
+  if experts > _MAX_EXPERTS:
+    raise CheckpointError(
+      f'{c.num_hidden_layers} layers of {c.n_routed_experts} experts are more '
+      f'than {_MAX_EXPERTS}'
+    )
+  shapes = {'model.embed_tokens.weight': (c.vocab_size, c.hidden_size)}
+  for layer in range(c.num_hidden_layers):
+    prefix = f'model.layers.{layer}.'
+    shapes[prefix + 'input_layernorm.weight'] = (c.hidden_size,)
+    shapes |= _attention_shapes(c, prefix + 'self_attn.')
+    shapes[prefix + 'post_attention_layernorm.weight'] = (c.hidden_size,)
+    mlp = prefix + 'mlp.'
+    if c.is_moe_layer(layer):
+      shapes |= _moe_shapes(c, mlp)
+    else:
+      shapes |= _swiglu_shapes(mlp, c.hidden_size, c.intermediate_size)
+  shapes['model.norm.weight'] = (c.hidden_size,)
+  if not c.tie_word_embeddings:
+    shapes['lm_head.weight'] = (c.vocab_size, c.hidden_size)
+  return shapes
+
+
+def _attention_shapes(c: ModelConfig, prefix: str) -> Shapes:
+  heads, r, h = c.num_attention_heads, c.kv_lora_rank, c.hidden_size
+  shapes = {}
+  if c.q_lora_rank is None:
+    shapes['q_proj.weight'] = (heads * c.qk_head_dim, h)
+  else:
+    shapes['q_a_proj.weight'] = (c.q_lora_rank, h)
+    shapes['q_a_layernorm.weight'] = (c.q_lora_rank,)
+    shapes['q_b_proj.weight'] = (heads * c.qk_head_dim, c.q_lora_rank)
+  shapes['kv_a_proj_with_mqa.weight'] = (r + c.qk_rope_head_dim, h)
+  shapes['kv_a_layernorm.weight'] = (r,)
+  shapes['kv_b_proj.weight'] = (heads * (c.qk_nope_head_dim + c.v_head_dim), r)
+  shapes['o_proj.weight'] = (h, heads * c.v_head_dim)
+  if c.attention_bias:
+    for name in ('q_a_proj', 'kv_a_proj_with_mqa', 'o_proj'):
+      if f'{name}.weight' in shapes:
+        shapes[f'{name}.bias'] = shapes[f'{name}.weight'][:1]
+  return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def _moe_shapes(c: ModelConfig, prefix: str) -> Shapes:
+  h, width = c.hidden_size, c.moe_intermediate_size
+  shapes = {prefix + 'gate.weight': (c.n_routed_experts, h)}
+  if c.topk_method == 'noaux_tc':
+    shapes[prefix + 'gate.e_score_correction_bias'] = (c.n_routed_experts,)
+  for expert in range(c.n_routed_experts):
+    shapes |= _swiglu_shapes(f'{prefix}experts.{expert}.', h, width)
+  if c.n_shared_experts:
+    shared = width * c.n_shared_experts
+    shapes |= _swiglu_shapes(prefix + 'shared_experts.', h, shared)
+  return shapes
+
+
+def _swiglu_shapes(prefix: str, hidden: int, width: int) -> Shapes:
+  return {
+    f'{prefix}gate_proj.weight': (width, hidden),
+    f'{prefix}up_proj.weight': (width, hidden),
+    f'{prefix}down_proj.weight': (hidden, width),
+  }
+
+
+def drafter_shapes(config: DrafterConfig) -> Shapes:
+  """Every tensor of a DFlash drafter in z-lab's layout: name to shape."""
+  c, h = config, config.hidden_size
+  queries = c.num_attention_heads * c.head_dim
+  keys = c.num_key_value_heads * c.head_dim
+  shapes = {'fc.weight': (h, len(c.target_layer_ids) * h)}
+  shapes['hidden_norm.weight'] = shapes['norm.weight'] = (h,)
+  projections = {
+    'q_proj': (queries, h),
+    'k_proj': (keys, h),
+    'v_proj': (keys, h),
+    'o_proj': (h, queries),
+  }
+  for layer in range(c.num_hidden_layers):
+    prefix = f'layers.{layer}.'
+    shapes[prefix + 'input_layernorm.weight'] = (h,)
+    shapes[prefix + 'post_attention_layernorm.weight'] = (h,)
+    for name, shape in projections.items():
+      shapes[f'{prefix}self_attn.{name}.weight'] = shape
+      if c.attention_bias:
+        shapes[f'{prefix}self_attn.{name}.bias'] = shape[:1]
+    for name in ('q_norm', 'k_norm'):
+      shapes[f'{prefix}self_attn.{name}.weight'] = (c.head_dim,)
+    shapes |= _swiglu_shapes(prefix + 'mlp.', h, c.intermediate_size)
+  return shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+  """A source's tensors, each assigned to a parameter or skipped.
+
+  Attributes:
+    names: canonical name to the source's own.
+    skipped: the source's own name to the reason.
+  """
+
+  names: dict[str, str]
+  skipped: dict[str, str]
+
+  def form(self, name: str) -> str | None:
+    """`int4`, `fp8`, or None for a weight (`*.weight`) that is stored plain."""
+    stem = name.removesuffix('weight')
+    if stem + PACKED in self.names:
+      return 'int4'
+    return 'fp8' if stem + SCALE_INV in self.names else None
+
+
+def match_target(
+  config: ModelConfig,
+  source: TensorSource,
+  *,
+  source_name: str,
+  quantization: Quantization | None = None,
+) -> Match:
+  """Assigns every tensor of a target's checkpoint; reads headers only.
+
+  A linear weight may be stored quantised, as `quantization` says: then its
+  parts, `weight_packed` and so on, are the names.
+
+  Skipped are rotary buffers (computed from the config), layers from
+  `num_hidden_layers` on (multi-token prediction), the vision parts of a
+  multimodal model, and the head of a model that ties it to the embedding.
+
+  Raises:
+    CheckpointError: a tensor is missing, unknown, there twice, of another
+      shape or of an unsupported dtype, or is quantised otherwise than the
+      config says.
+  """
+  canonical = _canonical(source, _canonical_target, source_name)
+  expected = _fuse_experts(config, tensor_shapes(config), canonical)
+  expected = _quantize(quantization, expected, source, canonical, source_name)
+
+  def reason(name: str) -> str | None:
+    layer = _LAYER.match(name)
+    if layer and int(layer[1]) >= config.num_hidden_layers:
+      return 'layer behind the last (multi-token prediction)'
+    if name.startswith(_VISION):
+      return 'vision'
+    if layer and name.endswith('.' + _ROTARY_BUFFER):
+      return 'rotary buffer'
+    if name == 'lm_head.weight' and config.tie_word_embeddings:
+      return 'tied to the embedding'
+    return None
+
+  return _match(source, canonical, expected, reason, source_name)
+
+
+def match_drafter(
+  config: DrafterConfig, source: TensorSource, *, source_name: str
+) -> Match:
+  """Assigns every tensor of a drafter; see `match_target`.
+
+  Skipped are rotary buffers only.
+  """
+  canonical = _canonical(source, _canonical_drafter, source_name)
+
+  def reason(name: str) -> str | None:
+    rotary = name.split('.', 2)[-1] == 'self_attn.' + _ROTARY_BUFFER
+    return 'rotary buffer' if rotary or name == _ROTARY_BUFFER else None
+
+  expected = drafter_shapes(config)
+  return _match(source, canonical, expected, reason, source_name)
+
+
+def _canonical_target(name: str) -> str:
+  for prefix, ours in _TARGET_PREFIXES:
+    if name.startswith(prefix):
+      return ours + name.removeprefix(prefix)
+  return name
+
+
+def _canonical_drafter(name: str) -> str:
+  name = name.removeprefix('model.')
+  for prefix, ours in _DRAFTER_ALIASES:
+    if name.startswith(prefix):
+      return ours + name.removeprefix(prefix)
+  return name
+
+
+def _canonical(
+  source: TensorSource, rename: Callable[[str], str], source_name: str
+) -> dict[str, str]:
+  names: dict[str, str] = {}
+  for name in source.names():
+    other = names.setdefault(rename(name), name)
+    if other != name:
+      raise CheckpointError(
+        f'{source_name}: tensors {show(other)} and {show(name)} are two names '
+        'of one parameter'
+      )
+  return names
+
+
+def _fuse_experts(
+  config: ModelConfig, shapes: Shapes, present: dict[str, str]
+) -> Shapes:
+  """`shapes` with two stacked tensors a layer where the source has those."""
+  fused_shapes = dict(shapes)
+  e, h = config.n_routed_experts, config.hidden_size
+  for layer in range(config.num_hidden_layers):
+    prefix = f'model.layers.{layer}.mlp.experts.'
+    fused = {
+      prefix + 'gate_up_proj': (e, 2 * config.moe_intermediate_size, h),
+      prefix + 'down_proj': (e, h, config.moe_intermediate_size),
+    }
+    if config.is_moe_layer(layer) and set(fused) & set(present):
+      for expert in range(e):
+        for name in _swiglu_shapes(f'{prefix}{expert}.', 0, 0):
+          del fused_shapes[name]
+      fused_shapes |= fused
+  return fused_shapes
+
+
+def _quantizable(name: str) -> bool:
+  """Whether a weight is that of a linear map which may be quantised."""
+  return name.endswith(('_proj.weight', '.kv_a_proj_with_mqa.weight'))
+
+
+def _quantize(
+  quantization: Quantization | None,
+  shapes: Shapes,
+  source: TensorSource,
+  canonical: dict[str, str],
+  source_name: str,
+) -> Shapes:
+  """`shapes` with the parts of a weight where the source has those."""
+  out: Shapes = {}
+  found = False
+  for name, shape in shapes.items():
+    stem = name.removesuffix('weight')
+    own = canonical.get(name)
+    packed = _quantizable(name) and stem + PACKED in canonical
+    float8 = _quantizable(name) and own and source.dtype(own) == FP8_DTYPE
+    if not packed and not float8:
+      out[name] = shape
+      continue
+    form = 'int4' if packed else 'fp8'
+    if quantization is None or quantization.format != form:
+      own = canonical[stem + PACKED] if packed else own
+      stated = quantization.format if quantization else 'no quantisation'
+      raise CheckpointError(
+        f'{source_name}: tensor {show(own)} is stored as {form}, but the '
+        f'config says {stated}'
+      )
+    if packed and shape[1] % quantization.block[1]:
+      raise CheckpointError(
+        f'{source_name}: tensor {show(canonical[stem + PACKED])} stands for '
+        f'{shape[1]} columns, which groups of {quantization.block[1]} do not '
+        'divide'
+      )
+    found = True
+    parts = quantization.part_shapes(shape)
+    if packed and stem + SHAPE in canonical:
+      parts[SHAPE] = (2,)
+    out |= {stem + part: part_shape for part, part_shape in parts.items()}
+  if quantization is not None and not found:
+    raise CheckpointError(
+      f'{source_name}: the config says {quantization.format}, but no tensor '
+      'is stored so'
+    )
+  return out
+
+
+def _allowed_dtypes(name: str, expected: Shapes) -> tuple[str, ...]:
+  part = name.rsplit('.', 1)[-1]
+  if part == PACKED:
+    return ('I32',)
+  if part == SHAPE:
+    return ('I32', 'I64')
+  if part == 'weight' and name.removesuffix('weight') + SCALE_INV in expected:
+    return (FP8_DTYPE,)
+  if part in (SCALE, SCALE_INV):
+    return ('F32', 'BF16')
+  return tuple(FLOAT_DTYPES)
+
+
+def _match(
+  source: TensorSource,
+  canonical: dict[str, str],
+  expected: Shapes,
+  skip_reason: Callable[[str], str | None],
+  source_name: str,
+) -> Match:
+  names, skipped, unknown = {}, {}, []
+  for name, own in canonical.items():
+    if name in expected:
+      names[name] = own
+    elif reason := skip_reason(name):
+      skipped[own] = reason
+    else:
+      unknown.append(own)
+  missing = [name for name in expected if name not in names]
+  _raise_first(source_name, missing, 'is missing, expected {}', expected)
+  _raise_first(source_name, unknown, 'is not part of this architecture', {})
+  for name, own in names.items():
+    shape, dtype = source.shape(own), source.dtype(own)
+    if shape != expected[name]:
+      raise CheckpointError(
+        f'{source_name}: tensor {show(own)} has shape {list(shape)}, the '
+        f'config asks for {list(expected[name])}'
+      )
+    allowed = _allowed_dtypes(name, expected)
+    if dtype not in allowed:
+      raise CheckpointError(
+        f'{source_name}: tensor {show(own)} has dtype {dtype}; supported: '
+        f'{", ".join(allowed)}'
+      )
+  return Match(names, skipped)
+
+
+def _raise_first(
+  source_name: str, names: list[str], problem: str, expected: Shapes
+) -> None:
+  if not names:
+    return
+  shape = list(expected.get(names[0], ()))
+  more = f' (and {len(names) - 1} more like it)' if len(names) > 1 else ''
+  raise CheckpointError(
+    f'{source_name}: tensor {show(names[0])} {problem.format(shape)}{more}'
+  )

@@ -1,0 +1,263 @@
+"""Times every kernel against its reference and the ceilings of the GPU.
+
+  python -m pallas_kernels.bench --ops=tree_build,tree_accept --output=out.jsonl
+
+Each case (`pallas_kernels/<op>/bench_cases.py`) is checked before it is timed.
+A time is the median over several runs of a loop on the device. The two ceilings,
+a large copy and a large bf16 product on random data, are measured in the same
+run, since GPUs of one model differ by a few per cent.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import pkgutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pallas_kernels
+from pallas_kernels.bench_case import BenchCase
+
+REPETITIONS = 7
+LOOP_SECONDS = 0.02  # what one run of a loop should take at the ceilings' rate
+MIN_CALL_SECONDS = 5e-6  # taken for the shortest call when counting iterations
+MAX_ITERATIONS = 400
+COPY_BYTES = 1 << 30
+PRODUCT_SIZE = 8192
+# Good guesses, to count iterations before the ceilings are known.
+BYTES_PER_SECOND = 4e12
+FLOPS_PER_SECOND = 7e14
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+  """What this GPU reaches, measured in this run."""
+
+  device: str
+  copy_bytes_per_second: float  # read plus written
+  product_flops_per_second: float
+  loop_seconds: float  # one iteration with one small fusion in it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the bench; returns the exit code, 1 if a check failed."""
+  args = parse_args(argv)
+  if jax.default_backend() != 'gpu':
+    print('No GPU: the bench needs one, and measures nothing without.')
+    return 0
+  cases = [
+    case
+    for case in find_cases(args.ops)
+    if not args.names or any(name in case.name for name in args.names)
+  ]
+  if args.smoke:
+    return _report([run_smoke(case) for case in cases], None, args.output)
+  ceilings = measure_ceilings()
+  print(
+    f'{ceilings.device}: copy {ceilings.copy_bytes_per_second / 1e12:.2f} TB/s,'
+    f' bf16 product {ceilings.product_flops_per_second / 1e12:.0f} TFLOP/s, '
+    f'{ceilings.loop_seconds * 1e6:.1f} us an iteration of a loop with one '
+    'small fusion',
+    flush=True,
+  )
+  return _report(
+    (run_case(case, ceilings) for case in cases), ceilings, args.output
+  )
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+  """Parses the command line."""
+  parser = argparse.ArgumentParser(
+    prog='python -m pallas_kernels.bench', description=__doc__.splitlines()[0]
+  )
+
+  def names(text: str) -> list[str]:
+    return [name for name in text.split(',') if name]
+
+  parser.add_argument(
+    '--ops', type=names, default=[], help='ops to run, comma-separated'
+  )
+  parser.add_argument(
+    '--names',
+    type=names,
+    default=[],
+    help='run only shapes whose name contains one of these',
+  )
+  parser.add_argument('--output', help='JSON lines file to write')
+  parser.add_argument(
+    '--smoke', action='store_true', help='check every case, time nothing'
+  )
+  args = parser.parse_args(argv)
+  unknown = set(args.ops) - set(ops_with_cases())
+  if unknown:
+    parser.error(
+      f'--ops: {", ".join(sorted(unknown))} unknown; '
+      f'choices: {", ".join(ops_with_cases())}'
+    )
+  return args
+
+
+def ops_with_cases() -> list[str]:
+  """Names of the ops, those of the package's own packages."""
+  return sorted(
+    module.name
+    for module in pkgutil.iter_modules(pallas_kernels.__path__)
+    if module.ispkg
+  )
+
+
+def find_cases(ops: Sequence[str] = ()) -> Iterator[BenchCase]:
+  """All cases of `ops`, or of every op."""
+  for op in ops or ops_with_cases():
+    yield from importlib.import_module(
+      f'pallas_kernels.{op}.bench_cases'
+    ).cases()
+
+
+def device_loop(
+  call: Callable[..., Any], iterations: int, in_place: bool = False
+) -> Callable[..., Any]:
+  """A jitted function that makes `iterations` calls, one after the other.
+
+  It takes the inputs and the output of a first call, and returns the last
+  output. The barrier makes the inputs of a call depend on the output before.
+  """
+
+  def body(_, state):
+    inputs, output = lax.optimization_barrier(state)
+    output = call(*inputs)
+    return ((output, *inputs[1:]) if in_place else inputs), output
+
+  @jax.jit
+  def loop(inputs, output):
+    return lax.fori_loop(0, iterations, body, (inputs, output))[1]
+
+  return loop
+
+
+def seconds_per_call(
+  call: Callable[..., Any],
+  inputs: tuple[Any, ...],
+  iterations: int,
+  in_place: bool = False,
+) -> float:
+  """Median over `REPETITIONS` loops, in seconds a call."""
+  loop = device_loop(call, iterations, in_place)
+  output = jax.jit(call)(*inputs)
+  jax.block_until_ready(loop(inputs, output))
+  times = []
+  for _ in range(REPETITIONS):
+    start = time.perf_counter()
+    jax.block_until_ready(loop(inputs, output))
+    times.append((time.perf_counter() - start) / iterations)
+  return statistics.median(times)
+
+
+def measure_ceilings() -> Ceilings:
+  """Measures copy bandwidth, bf16 product rate and a loop's own cost."""
+  x = jax.random.normal(jax.random.key(0), (COPY_BYTES // 4,), jnp.float32)
+  copy = seconds_per_call(lambda x: x + 1, (x,), 10, in_place=True)
+  del x
+  shape = (PRODUCT_SIZE, PRODUCT_SIZE)
+  a, b = (
+    jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in (1, 2)
+  )
+  product = seconds_per_call(lambda a, b: a @ b, (a, b), 10)
+  small = jnp.zeros((128,), jnp.float32)
+  loop = seconds_per_call(lambda x: x + 1, (small,), MAX_ITERATIONS, True)
+  return Ceilings(
+    jax.devices()[0].device_kind,
+    2 * COPY_BYTES / copy,
+    2 * PRODUCT_SIZE**3 / product,
+    loop,
+  )
+
+
+def run_smoke(case: BenchCase) -> dict[str, Any]:
+  """Checks one case and times nothing."""
+  inputs = case.make_inputs(jax.random.key(0))
+  return {'op': case.op, 'name': case.name, **case.check(inputs)}
+
+
+def run_case(case: BenchCase, ceilings: Ceilings) -> dict[str, Any]:
+  """Checks, then times one case; a failing one is reported, not raised."""
+  row = {'op': case.op, 'name': case.name}
+  try:
+    inputs = case.make_inputs(jax.random.key(0))
+    row |= case.check(inputs)
+    floor = max(
+      case.bytes / ceilings.copy_bytes_per_second,
+      case.flops / ceilings.product_flops_per_second,
+    )
+    iterations = int(LOOP_SECONDS / max(floor, MIN_CALL_SECONDS))
+    iterations = max(10, min(iterations, MAX_ITERATIONS))
+    kernel = seconds_per_call(case.kernel, inputs, iterations, case.in_place)
+    reference = seconds_per_call(
+      case.reference, inputs, max(10, iterations // 10), case.in_place
+    )
+  # A kernel that does not compile must not hide what the others reach.
+  except Exception as error:  # noqa: BLE001
+    return row | {'ok': False, 'failure': f'{type(error).__name__}: {error}'}
+  return row | {
+    'kernel_us': kernel * 1e6,
+    'reference_us': reference * 1e6,
+    'bytes': case.bytes,
+    'flops': case.flops,
+    'tb_per_s': case.bytes / kernel / 1e12,
+    'tflop_per_s': case.flops / kernel / 1e12,
+    'fraction_of_ceiling': floor / kernel,
+  }
+
+
+def table_row(row: dict[str, Any]) -> str:
+  """One line of the Markdown table."""
+  if 'failure' in row:
+    failure = row['failure'].splitlines()[0][:120].replace('|', '/')
+    return f'| {row["op"]} | {row["name"]} | **{failure}** | | | | | |'
+  error = row.get('error')
+  cells = [
+    row['op'],
+    row['name'],
+    'yes' if row['ok'] else '**NO**',
+    '' if error is None else f'{error:.2g}',
+  ]
+  if 'kernel_us' in row:
+    cells += [
+      f'{row["kernel_us"]:.1f}',
+      f'{row["reference_us"]:.1f}',
+      f'{row["tb_per_s"]:.2f} / {row["tflop_per_s"]:.0f}',
+      f'{row["fraction_of_ceiling"]:.1%}',
+    ]
+  else:
+    cells += [''] * 4
+  return f'| {" | ".join(cells)} |'
+
+
+def _report(rows, ceilings: Ceilings | None, output: str | None) -> int:
+  """Prints rows as they come and writes them; 1 if one is not right."""
+  print(
+    '| op | shape | right | error | kernel us | reference us '
+    '| TB/s / TFLOP/s | of ceiling |\n|---|---|---|---|---|---|---|---|'
+  )
+  lines, failed = [], False
+  if ceilings is not None:
+    lines.append(json.dumps({'ceilings': dataclasses.asdict(ceilings)}))
+  for row in rows:
+    failed |= not row['ok']
+    print(table_row(row), flush=True)
+    lines.append(json.dumps(row, default=float))
+  if output:
+    with open(output, 'w', encoding='utf-8') as file:
+      file.write('\n'.join(lines) + '\n')
+  return int(failed)
+
+
+if __name__ == '__main__':
+  raise SystemExit(main())

@@ -1,0 +1,191 @@
+"""The Mosaic experts: interpreted on the CPU, and lowered for a Hopper GPU."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels.grouped_matmul import api, bench_cases, mosaic_gpu
+from pallas_kernels.grouped_matmul import reference as plain
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+H, I, E, K = 192, 64, 5, 2  # noqa: E741  (three and one tiles of 64)
+Plan = functools.partial(mosaic_gpu.Plan, blocks=2, stages=3, fused=False)
+DENSE = Plan(dense=True, columns=16, consumers=1)
+GROUPED = Plan(dense=False, columns=16, consumers=1)
+WIDE = Plan(dense=False, columns=16, consumers=2)
+
+
+def make_inputs(rows, ids=None, seed=0):
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  x, gate_up, down = draw(rows, H), draw(E, 2 * I, H), draw(E, H, I)
+  if ids is None:
+    ids = rng.integers(-1, E + 2, (rows, K))
+  weights = jnp.asarray(rng.uniform(0.5, 1.5, (rows, K)), jnp.float32)
+  return x, gate_up, down, jnp.asarray(ids, jnp.int32), weights
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def interpreted(cut, *inputs):
+  return mosaic_gpu.run(*inputs, cut=cut, interpret=INTERPRET)
+
+
+def exact(x, gate_up, down, ids, weights):
+  """The same in float64, the activation not rounded."""
+  x, gate_up, down, weights = (
+    np.asarray(a.astype(jnp.float32), np.float64)
+    for a in (x, gate_up, down, weights)
+  )
+  out = np.zeros(x.shape)
+  for t, k in np.ndindex(ids.shape):
+    e = int(ids[t, k])
+    if 0 <= e < len(down):
+      gate, up = np.split(gate_up[e] @ x[t], 2)
+      out[t] += weights[t, k] * (down[e] @ (gate / (1 + np.exp(-gate)) * up))
+  return out
+
+
+def error(value, truth):
+  value = np.asarray(value.astype(jnp.float32), np.float64)
+  return np.linalg.norm(value - truth) / np.linalg.norm(truth)
+
+
+def check_against_float64(cut, inputs):
+  truth = exact(*inputs)
+  mine = error(interpreted(cut, *inputs), truth)
+  assert mine <= 2 * error(plain.expert_mlp(*inputs), truth)
+
+
+@pytest.mark.parametrize(
+  ('cut', 'rows'),
+  [(DENSE, 3), (DENSE, 11), (GROUPED, 21), (WIDE, 45)],
+)
+def test_error_is_that_of_plain_bfloat16(cut, rows):
+  """Ids at random: repeats, experts without rows, ids of no expert."""
+  check_against_float64(cut, make_inputs(rows))
+
+
+SPLITS = {
+  'all rows on one expert': np.tile([3, E], (40, 1)),
+  'one row each': np.stack([np.arange(40) % E, np.full(40, -1)], 1),
+  'the same expert twice': np.full((40, 2), 2),
+}
+
+
+@pytest.mark.parametrize('split', SPLITS)
+def test_any_split_of_rows_over_experts(split):
+  check_against_float64(WIDE, make_inputs(40, SPLITS[split]))
+
+
+@pytest.mark.parametrize('cut', [DENSE, GROUPED])
+def test_rows_of_no_expert_are_zero(cut):
+  inputs = make_inputs(4, np.full((4, K), E))
+  assert not np.any(interpreted(cut, *inputs))
+
+
+def test_bits_do_not_depend_on_the_other_rows():
+  """Alone, among few, among many, in either form; and a second time."""
+  x, gate_up, down, ids, weights = make_inputs(40)
+  few = [
+    interpreted(cut, x[:rows], gate_up, down, ids[:rows], weights[:rows])
+    for cut, rows in ((DENSE, 1), (DENSE, 8), (GROUPED, 40), (WIDE, 40))
+  ]
+  again = interpreted(WIDE, x, gate_up, down, ids, weights)
+  np.testing.assert_array_equal(few[-1], again)
+  for result in few[:-1]:
+    np.testing.assert_array_equal(result, few[-1][: len(result)])
+
+
+@pytest.mark.parametrize('cut', [DENSE, GROUPED])
+def test_nan_stays_in_its_row(cut):
+  x, *rest = make_inputs(8)
+  clean = interpreted(cut, x, *rest)
+  spoilt = interpreted(cut, x.at[2].set(jnp.nan), *rest)
+  others = np.arange(8) != 2
+  np.testing.assert_array_equal(clean[others], spoilt[others])
+
+
+def lower(function, *shapes):
+  """Lowers for an H200, which this machine need not have."""
+  device = AbstractDevice('NVIDIA H200', 132, 'gpu')
+  with jax.sharding.use_abstract_mesh(
+    AbstractMesh((), (), abstract_device=device)
+  ):
+    jax.jit(function).trace(*shapes).lower(lowering_platforms=('cuda',))
+
+
+def shapes(rows, choices, experts, hidden, inner):
+  struct = jax.ShapeDtypeStruct
+  return (
+    struct((rows, hidden), jnp.bfloat16),
+    struct((experts, 2 * inner, hidden), jnp.bfloat16),
+    struct((experts, hidden, inner), jnp.bfloat16),
+    struct((rows, choices), jnp.int32),
+    struct((rows, choices), jnp.float32),
+  )
+
+
+@pytest.mark.parametrize('rows', [1, 11, 17, 65, 257, 1025, 2048])
+@pytest.mark.parametrize('model', [(6, 64, 2048, 1408), (8, 256, 7168, 2048)])
+def test_lowers_at_real_shapes(rows, model):
+  lower(mosaic_gpu.expert_mlp, *shapes(rows, *model))
+
+
+def test_lowers_at_odd_shapes_and_unfused():
+  odd = shapes(5, 3, 384, 320, 448)
+  lower(mosaic_gpu.expert_mlp, *odd)
+  cut = mosaic_gpu.Plan(True, 16, 1, fused=False, blocks=132)
+  lower(functools.partial(mosaic_gpu.run, cut=cut), *odd)
+
+
+@pytest.mark.parametrize(
+  ('change', 'reason'),
+  [
+    ({'dtype': jnp.float32}, 'bfloat16'),
+    ({'hidden': 96}, 'multiples of 64'),
+    ({'experts': 385}, '385 experts'),
+    ({'choices': 9}, '9 a token'),
+    ({'rows': 0}, 'no rows'),
+  ],
+)
+def test_says_what_is_not_supported(change, reason):
+  size = {'rows': 4, 'choices': 2, 'experts': 4, 'hidden': 64, 'inner': 64}
+  dtype = change.pop('dtype', jnp.bfloat16)
+  inputs = [
+    jax.ShapeDtypeStruct(s.shape, dtype if s.dtype == jnp.bfloat16 else s.dtype)
+    for s in shapes(**size | change)
+  ]
+  assert reason in mosaic_gpu.supported(*inputs[:4])
+  with pytest.raises(ValueError, match=reason):
+    jax.eval_shape(mosaic_gpu.expert_mlp, *inputs)
+
+
+def test_named_on_a_cpu_raises():
+  with pytest.raises(ValueError, match='Hopper'):
+    api.expert_mlp(*make_inputs(2), implementation='mosaic_gpu')
+
+
+def test_derivative_is_the_references(monkeypatch):
+  monkeypatch.setattr(
+    mosaic_gpu, 'run', lambda *inputs: plain.expert_mlp(*inputs)
+  )
+  x, *rest = make_inputs(3)
+  loss = lambda mlp, x: jnp.sum(mlp(x, *rest).astype(jnp.float32))
+  mine = jax.grad(functools.partial(loss, mosaic_gpu.expert_mlp))(x)
+  theirs = jax.grad(functools.partial(loss, plain.expert_mlp))(x)
+  np.testing.assert_array_equal(mine, theirs)
+
+
+def test_bench_cases_are_distinct_and_traceable():
+  cases = bench_cases.cases()
+  assert len({case.name for case in cases}) == len(cases)
+  for case in cases:
+    inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
+    assert jax.eval_shape(case.reference, *inputs).shape == inputs[0].shape
+    assert dataclasses.astuple(case)[-2:] > (0, 0)
