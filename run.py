@@ -7,8 +7,15 @@ python run.py
 python run.py --mode=generate --target=DIR --drafter=DIR --prompt_ids=1,2,3
     Continues a prompt by AR, DFlash chain and DDTree; one JSON line a run.
 
+python run.py --mode=audit --target=DIR --drafter=DIR --prompt_ids=1,2,3
+    Says whether DDTree's output is AR's, and judges a divergence by noise
+    measured without the engine; exit status 1 if it is no near-tie.
+
 python run.py --mode=make_bundle --variant=tiny
     Generates a random-weight bundle of configs/tiny.py with golden answers.
+
+python run.py --mode=convert --target=DIR --output=FILE.kdtr
+    A checkpoint folder in the Hugging Face layout to a bundle, or back.
 
 python run.py --mode=inspect --target=FILE.kdtr
     Says what is in a bundle or a checkpoint folder.
@@ -20,6 +27,7 @@ import sys
 from absl import app, flags, logging
 
 from kdtree_jax import registry
+from kdtree_jax.api import WEIGHTS
 from kdtree_jax.config import config_names
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import MODES
@@ -34,15 +42,15 @@ flags.DEFINE_string(
 flags.DEFINE_string(
   'target',
   None,
-  'generate, inspect: a checkpoint folder in the Hugging Face layout or a '
-  '.kdtr file.',
+  'generate, audit, inspect, convert: a checkpoint folder in the Hugging Face '
+  'layout or a .kdtr file.',
 )
 flags.DEFINE_string(
   'drafter',
   None,
-  f'demo, generate: a DFlash folder, or {_STUBS}. oracle knows the answer, '
-  'adversarial avoids it, random and repeat look at nothing, dflash by name '
-  'is untrained. Default: oracle in the demo.',
+  f'demo, generate, audit: a DFlash folder, or {_STUBS}. oracle knows the '
+  'answer, adversarial avoids it, random and repeat look at nothing, silent '
+  'proposes nothing, dflash by name is untrained. Default: oracle in the demo.',
 )
 flags.DEFINE_list(
   'methods',
@@ -50,36 +58,68 @@ flags.DEFINE_list(
   'generate: any of ar,chain,ddtree. Default: all; ar without --drafter.',
 )
 flags.DEFINE_list(
-  'prompt_ids', None, 'generate: token ids of the prompt, as in 1,2,3.'
+  'prompt_ids', None, 'generate, audit: token ids of the prompt, as in 1,2,3.'
+)
+flags.DEFINE_string(
+  'prompt',
+  None,
+  "generate: the prompt as text, for the checkpoint's tokenizer.",
+)
+flags.DEFINE_string(
+  'prompts',
+  None,
+  'generate: a JSONL file of prompts, a line {"id", "prompt"} or '
+  '{"id", "turns": [...]}; several turns need --chat.',
+)
+flags.DEFINE_bool(
+  'chat',
+  None,
+  "generate: put the prompt into the checkpoint's chat template.",
 )
 flags.DEFINE_integer(
   'max_new_tokens',
   None,
-  'demo, generate: tokens to produce. Default: 24 in the demo, else 128.',
+  'demo, generate, audit: tokens to produce. Default: 24 in the demo, else '
+  '128.',
 )
 flags.DEFINE_integer(
   'block_size',
   None,
-  'demo, generate: 1 + positions drafted a round. Default: what the drafter '
-  'was trained for; 8 for stubs.',
+  'demo, generate, audit: 1 + positions drafted a round. Default: what the '
+  'drafter was trained for; 8 for stubs.',
 )
 flags.DEFINE_list(
   'tree_budget',
   None,
-  'demo, generate: draft nodes verified a round, the root not counted; a list '
-  'in generate gives one DDTree run each. Default: 16 in the demo, else 64.',
+  'demo, generate, audit: draft nodes verified a round, the root not counted; '
+  'a list gives one run each. Default: 16 in the demo, else 64.',
 )
 flags.DEFINE_enum(
   'tree_policy',
   None,
   registry.names('tree_policy'),
-  'generate: how ddtree grows its tree. Default: best_first.',
+  'generate, audit: how ddtree grows its tree. Default: best_first.',
 )
 flags.DEFINE_enum(
   'dtype',
   None,
   ['float32', 'bfloat16'],
-  'generate: of weights, cache and arithmetic. Default: float32.',
+  'generate, audit: of weights, cache and arithmetic. Default: float32.',
+)
+flags.DEFINE_enum(
+  'weights',
+  None,
+  WEIGHTS,
+  'generate: as_stored keeps quantised weights quantised and expands them '
+  'where they are used; bfloat16 and float32 expand them while loading and '
+  'round all weights to it. convert: likewise, in the file that is written. '
+  'Default: as_stored.',
+)
+flags.DEFINE_float(
+  'drafter_attention_factor',
+  None,
+  "generate: replaces the amplitude of the drafter's YaRN, about which engines "
+  'disagree.',
 )
 flags.DEFINE_list(
   'stop_ids',
@@ -110,7 +150,7 @@ flags.DEFINE_float(
 flags.DEFINE_bool(
   'chain_seed',
   None,
-  'generate: keep the most probable chain in every ddtree tree.',
+  'generate, audit: keep the most probable chain in every ddtree tree.',
 )
 flags.DEFINE_bool(
   'stream',
@@ -130,8 +170,9 @@ flags.DEFINE_integer(
 flags.DEFINE_string(
   'output',
   None,
-  'generate: JSONL file, default: standard output. make_bundle: .kdtr file, '
-  'default: VARIANT.kdtr.',
+  'generate: JSONL file, default: standard output. audit: JSONL file, default: '
+  'none. make_bundle: .kdtr file, default: VARIANT.kdtr. convert: the .kdtr '
+  'file of a folder, or the new folder of a bundle.',
 )
 flags.DEFINE_bool(
   'dump_trees', None, "generate: add every round's tree to the output."

@@ -25,6 +25,10 @@ class ProgramCache:
     self._programs = collections.OrderedDict()
     self.compilations = 0
 
+  def clear(self) -> None:
+    """Forgets every program."""
+    self._programs.clear()
+
   def get(
     self,
     function: Callable[..., Any],

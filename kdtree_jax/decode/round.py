@@ -278,7 +278,7 @@ def prefill_chunk(
   )
   # The rows do not depend on the last layer's attention, which still reads
   # the cache: without the barrier the write may come first, on a copy.
-  out = lax.optimization_barrier(out)
+  out = lax.optimization_barrier(out.replace(routing=()))
   new_length = jnp.minimum(state.length + chunk, state.prompt_length)
   drafter_state = state.drafter_state
   if engine.drafter is not None:

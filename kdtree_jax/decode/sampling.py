@@ -86,13 +86,13 @@ class Sampling:
     def column(name, dtype):
       return jnp.asarray(np.array([getattr(c, name) for c in configs], dtype))
 
-    keys = [jax.random.key_data(jax.random.key(c.seed)) for c in configs]
+    keys = jax.vmap(jax.random.key)(column('seed', np.uint32))
     return cls(
       temperature=column('temperature', np.float32),
       top_k=column('top_k', np.int32),
       top_p=column('top_p', np.float32),
       min_p=column('min_p', np.float32),
-      key=jnp.stack(keys),
+      key=jax.random.key_data(keys),
     )
 
 

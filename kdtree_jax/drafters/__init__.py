@@ -9,6 +9,7 @@ from kdtree_jax.drafters import (
   oracle,
   random,
   repeat,
+  silent,
 )
 from kdtree_jax.drafters.base import Drafter, TargetHead
 
@@ -20,4 +21,5 @@ __all__ = (
   'oracle',
   'random',
   'repeat',
+  'silent',
 )

@@ -6,6 +6,7 @@ states; the context's are computed once, when its tokens are committed.
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -16,8 +17,9 @@ from jax import lax
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.drafters.base import TargetHead
-from kdtree_jax.model.layers import Linear, RMSNorm, SwiGLU
+from kdtree_jax.model.layers import Linear, RMSNorm, SwiGLU, matmul, weight
 from kdtree_jax.model.rope import apply_rope, rope_tables
+from kdtree_jax.model.transformer import Embedding
 from kdtree_jax.registry import register
 from pallas_kernels.cache_compact.api import cache_compact
 
@@ -49,6 +51,7 @@ class DFlashAttention(nn.Module):
 
   config: DrafterConfig
   dtype: Any
+  layer: int
 
   def setup(self):
     c = self.config
@@ -93,9 +96,7 @@ class DFlashAttention(nn.Module):
     queries = apply_rope(self.q_norm(queries), cos, sin, interleave=False)
     queries = queries.reshape(batch, width, kv, group, c.head_dim)
     rows = context.shape[1]
-    seen = jnp.arange(rows, dtype=jnp.int32)[None, :] < length[:, None]
-    block = jnp.ones((batch, width), jnp.bool_)
-    seen = jnp.concatenate([seen, block], axis=1)
+    seen, visible = self._masks(rows, width, length)
     # What lies behind the length may be anything, NaN included.
     both = jnp.concatenate([context, self.keys_values(x, cos, sin)], axis=1)
     both = jnp.where(seen[:, :, None], both, jnp.zeros((), both.dtype))
@@ -112,10 +113,40 @@ class DFlashAttention(nn.Module):
       )
 
     scores = product('bqkgd,bskd->bkgqs', queries, keys) * c.head_dim**-0.5
-    scores = jnp.where(seen[:, None, None, None, :], scores, -jnp.inf)
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     probs = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
     out = product('bkgqs,bskd->bqkgd', probs, values).astype(x.dtype)
     return self.o_proj(out.reshape(batch, width, -1))
+
+  def _masks(
+    self, rows: int, width: int, length: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Keys that exist `[B, S + W]`, and which slot sees them `[B, W, S + W]`.
+
+    Every slot sees the context and, unless the layer is causal, the block.
+    """
+    c, batch = self.config, length.shape[0]
+    committed = jnp.arange(rows, dtype=jnp.int32)
+    slots = jnp.arange(width, dtype=jnp.int32)
+    seen = committed[None, :] < length[:, None]
+    seen = jnp.concatenate([seen, jnp.ones((batch, width), jnp.bool_)], axis=1)
+    visible = jnp.broadcast_to(seen[:, None, :], (batch, width, rows + width))
+    keys = jnp.concatenate(
+      [
+        jnp.broadcast_to(committed[None, :], (batch, rows)),
+        length[:, None] + slots[None, :],
+      ],
+      axis=1,
+    )
+    behind = (length[:, None] + slots[None, :])[:, :, None] - keys[:, None, :]
+    if c.is_causal(self.layer):
+      visible &= behind >= 0
+    window = c.window(self.layer)
+    if window is not None:
+      if c.window_from_root:
+        behind = length[:, None, None] - keys[:, None, :]
+      visible &= behind < window
+    return seen, visible
 
 
 class DFlashBlock(nn.Module):
@@ -123,11 +154,12 @@ class DFlashBlock(nn.Module):
 
   config: DrafterConfig
   dtype: Any
+  layer: int
 
   def setup(self):
     c = self.config
     self.input_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
-    self.self_attn = DFlashAttention(c, self.dtype)
+    self.self_attn = DFlashAttention(c, self.dtype, self.layer)
     self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
     self.mlp = SwiGLU(c.intermediate_size, self.dtype)
 
@@ -138,7 +170,7 @@ class DFlashBlock(nn.Module):
 
 
 class DFlashModel(nn.Module):
-  """The drafter's layers; embedding and head are the target's."""
+  """The drafter's layers; embedding and head are usually the target's."""
 
   config: DrafterConfig
   dtype: Any = jnp.float32
@@ -148,9 +180,16 @@ class DFlashModel(nn.Module):
     self.fc = Linear(c.hidden_size, self.dtype)
     self.hidden_norm = RMSNorm(c.rms_norm_eps, self.dtype)
     self.layers = [
-      DFlashBlock(c, self.dtype) for _ in range(c.num_hidden_layers)
+      DFlashBlock(c, self.dtype, i) for i in range(c.num_hidden_layers)
     ]
     self.norm = RMSNorm(c.rms_norm_eps, self.dtype)
+    if c.own_embedding:
+      self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, self.dtype)
+    if c.draft_vocab_size is not None:
+      size, zeros = c.draft_vocab_size, nn.initializers.zeros_init()
+      self.lm_head = Embedding(size, c.hidden_size, self.dtype)
+      # Target id of draft id i: i + d2t[i].
+      self.d2t = weight(self, 'd2t', zeros, (size,), jnp.int32)
 
   def __call__(
     self, embedded: jax.Array, state: DFlashState, length: jax.Array
@@ -173,6 +212,21 @@ class DFlashModel(nn.Module):
     rows = [layer.self_attn.keys_values(z, cos, sin) for layer in self.layers]
     return jnp.stack(rows)
 
+  def embed(self, tokens: jax.Array) -> jax.Array:
+    """`[...]` int32 -> `[..., H]`, by the drafter's own embedding."""
+    return self.embed_tokens()[tokens]
+
+  def unembed(self, hidden: jax.Array) -> jax.Array:
+    """`[..., H]` -> `[..., V]` float32, by the drafter's own head.
+
+    Tokens that the draft vocabulary lacks have no probability.
+    """
+    c = self.config
+    logits = matmul(hidden, self.lm_head())
+    ids = jnp.arange(c.draft_vocab_size, dtype=jnp.int32) + self.d2t
+    out = jnp.full((*hidden.shape[:-1], c.vocab_size), -jnp.inf, jnp.float32)
+    return out.at[..., ids].set(logits)
+
   def _tables(self, start, width):
     c = self.config
     positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -186,7 +240,10 @@ class DFlashModel(nn.Module):
     start = jnp.zeros((1,), jnp.int32)
     rows = self.project(jnp.zeros((1, 1, width), self.dtype), start)
     embedded = jnp.zeros((1, 1, c.hidden_size), self.dtype)
-    return self(embedded, DFlashState(context=rows), start)
+    if c.own_embedding:
+      embedded = self.embed(jnp.zeros((1, 1), jnp.int32))
+    hidden = self(embedded, DFlashState(context=rows), start)
+    return hidden if c.draft_vocab_size is None else self.unembed(hidden)
 
 
 @register('drafter', 'dflash')
@@ -259,11 +316,15 @@ class DFlashDrafter:
     root = jnp.take_along_axis(tokens, length[:, None], axis=1)
     masks = jnp.full((root.shape[0], c.block_size - 1), c.mask_token_id)
     block = jnp.concatenate([root, masks.astype(jnp.int32)], axis=1)
-    hidden = DFlashModel(c).apply(
-      {'params': params}, head.embed(block), state, length
-    )
+    model, variables = DFlashModel(c), {'params': params}
+    embed, unembed = head
+    if c.own_embedding:
+      embed = functools.partial(model.apply, variables, method='embed')
+    if c.draft_vocab_size is not None:
+      unembed = functools.partial(model.apply, variables, method='unembed')
+    hidden = model.apply(variables, embed(block), state, length)
     # Slot j predicts the token at its own position; slot 0 is the root.
-    return head.unembed(hidden[:, 1 : self.block_size])
+    return unembed(hidden[:, 1 : self.block_size])
 
   def commit(
     self,

@@ -1,6 +1,6 @@
 """Routed and shared experts; dropless, rows independent of each other."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -29,9 +29,24 @@ def _keep_best_groups(
   return jnp.where(keep[:, :, None], grouped, fill).reshape(scores.shape)
 
 
+class Routing(NamedTuple):
+  """Where T rows go.
+
+  Attributes:
+    ids: `[T, K]` int32, ties to the lowest expert.
+    weights: `[T, K]` float32.
+    choice: `[T, E]` float32, the scores by which experts and groups are
+      chosen: biased, before groups are masked.
+  """
+
+  ids: jax.Array
+  weights: jax.Array
+  choice: jax.Array
+
+
 def route(
   logits: jax.Array, bias: jax.Array | None, config: ModelConfig
-) -> tuple[jax.Array, jax.Array]:
+) -> Routing:
   """Chooses experts and mixing weights (DeepSeek-V3, sec. 2.1.2).
 
   Args:
@@ -39,26 +54,23 @@ def route(
     bias: `[E]` float32, used for the choice only, never for the weights; None
       unless `topk_method` is `noaux_tc`.
     config: scoring, grouping and scaling switches.
-
-  Returns:
-    ids `[T, K]` int32, ties to the lowest expert, and weights `[T, K]` float32.
   """
   if config.scoring_func == 'sigmoid':
     scores = jax.nn.sigmoid(logits)
   else:
     scores = jax.nn.softmax(logits, axis=-1)
-  choice = scores
+  choice = scores if bias is None else scores + bias[None, :]
+  open_to = choice
   if config.topk_method == 'noaux_tc':
     # Biased scores can be negative: a masked group must lose to those too.
-    choice = scores + bias[None, :]
-    choice = _keep_best_groups(choice, config, best=2, fill=-jnp.inf)
+    open_to = _keep_best_groups(choice, config, best=2, fill=-jnp.inf)
   elif config.topk_method == 'group_limited_greedy':
-    choice = _keep_best_groups(choice, config, best=1, fill=0.0)
-  _, ids = lax.top_k(choice, config.num_experts_per_tok)
+    open_to = _keep_best_groups(choice, config, best=1, fill=0.0)
+  _, ids = lax.top_k(open_to, config.num_experts_per_tok)
   weights = jnp.take_along_axis(scores, ids, axis=-1)
   if config.norm_topk_prob:
     weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-  return ids, weights * config.routed_scaling_factor
+  return Routing(ids, weights * config.routed_scaling_factor, choice)
 
 
 class Router(nn.Module):
@@ -67,8 +79,8 @@ class Router(nn.Module):
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`x [T, hidden_size]` -> ids and weights, see `route`."""
+  def __call__(self, x: jax.Array) -> Routing:
+    """Routes `x [T, hidden_size]`."""
     c = self.config
     shape = (c.n_routed_experts, c.hidden_size)
     gate = weight(self, 'weight', matrix_init, shape, jnp.float32)
@@ -111,16 +123,18 @@ class MixtureOfExperts(nn.Module):
   implementation: str | None
 
   @nn.compact
-  def __call__(self, x: jax.Array, valid: jax.Array) -> jax.Array:
+  def __call__(
+    self, x: jax.Array, valid: jax.Array
+  ) -> tuple[jax.Array, Routing]:
     """`x [B, N, hidden_size]`; rows that are not `valid [B, N]` get none."""
     c = self.config
     flat = x.reshape(-1, c.hidden_size)
-    ids, weights = Router(c, name='gate')(flat)
+    routing = Router(c, name='gate')(flat)
     # An id past the last expert is no expert: it costs no weights.
-    ids = jnp.where(valid.reshape(-1, 1), ids, c.n_routed_experts)
+    ids = jnp.where(valid.reshape(-1, 1), routing.ids, c.n_routed_experts)
     experts = Experts(c, self.dtype, self.implementation, name='experts')
-    y = experts(flat, ids, weights).reshape(x.shape)
+    y = experts(flat, ids, routing.weights).reshape(x.shape)
     if c.n_shared_experts:
       width = c.moe_intermediate_size * c.n_shared_experts
       y = y + SwiGLU(width, self.dtype, name='shared_experts')(x)
-    return y
+    return y, jax.tree.map(lambda a: a.reshape(*x.shape[:2], -1), routing)

@@ -18,7 +18,7 @@ from kdtree_jax.model.layers import (
   weight,
 )
 from kdtree_jax.model.mla import Attend, MultiHeadLatentAttention
-from kdtree_jax.model.moe import MixtureOfExperts
+from kdtree_jax.model.moe import MixtureOfExperts, Routing
 from kdtree_jax.model.rope import rope_tables
 from pallas_kernels.verify_attention.api import verify_attention
 
@@ -32,11 +32,14 @@ class ForwardOutput:
     features: `[B, N, len(tap_layers) * hidden_size]`: the residual stream
       after the tapped layers, side by side in the order of `tap_layers`.
     rows: `[L, B, N, C]`, the new tokens' cache rows.
+    routing: one a MoE layer, fields `[B, N, ...]`; for audits, and dead code
+      wherever nobody asks for it.
   """
 
   hidden: jax.Array
   features: jax.Array
   rows: jax.Array
+  routing: tuple[Routing, ...]
 
 
 class Embedding(nn.Module):
@@ -68,7 +71,7 @@ class Block(nn.Module):
     sin: jax.Array,
     valid: jax.Array,
     attend: Attend,
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[jax.Array, jax.Array, Routing | None]:
     c = self.config
     norm = functools.partial(RMSNorm, c.rms_norm_eps, self.dtype)
     attention = MultiHeadLatentAttention(c, self.dtype, name='self_attn')
@@ -78,9 +81,10 @@ class Block(nn.Module):
     x = norm(name='post_attention_layernorm')(hidden)
     if c.is_moe_layer(self.layer):
       moe = MixtureOfExperts(c, self.dtype, self.implementation, name='mlp')
-      return hidden + moe(x, valid), rows
+      y, routing = moe(x, valid)
+      return hidden + y, rows, routing
     dense = SwiGLU(c.intermediate_size, self.dtype, name='mlp')
-    return hidden + dense(x), rows
+    return hidden + dense(x), rows, None
 
 
 class Transformer(nn.Module):
@@ -134,7 +138,7 @@ class Transformer(nn.Module):
     cos, sin = rope_tables(
       positions, c.qk_rope_head_dim, c.rope_theta, c.rope_scaling
     )
-    all_rows, outputs = [], []
+    all_rows, outputs, routings = [], [], []
     for i, block in enumerate(self.layers):
 
       def attend(query, rows, layer=i):
@@ -150,13 +154,17 @@ class Transformer(nn.Module):
           implementation=self.implementation,
         )
 
-      hidden, rows = block(hidden, cos, sin, valid, attend)
+      hidden, rows, routing = block(hidden, cos, sin, valid, attend)
       all_rows.append(rows)
+      routings.append(routing)
       outputs.append(hidden)
     taps = [outputs[layer] for layer in self.tap_layers]
     features = jnp.concatenate(taps or [hidden[..., :0]], axis=-1)
     return ForwardOutput(
-      hidden=hidden, features=features, rows=jnp.stack(all_rows)
+      hidden=hidden,
+      features=features,
+      rows=jnp.stack(all_rows),
+      routing=tuple(r for r in routings if r is not None),
     )
 
   def logits(self, hidden: jax.Array) -> jax.Array:

@@ -4,9 +4,18 @@ Each has `FLAGS`, the names of the flags that it uses, and `run(config) -> int`,
 the exit status.
 """
 
-from kdtree_jax.modes import demo, generate, inspect, make_bundle
+from kdtree_jax.modes import (
+  audit,
+  convert,
+  demo,
+  generate,
+  inspect,
+  make_bundle,
+)
 
 MODES = {
+  'audit': audit,
+  'convert': convert,
   'demo': demo,
   'generate': generate,
   'inspect': inspect,

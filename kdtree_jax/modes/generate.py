@@ -1,6 +1,7 @@
 """`--mode=generate`: continue a prompt by several methods, as JSON lines."""
 
 import dataclasses
+import functools
 import json
 import sys
 from typing import Any
@@ -9,6 +10,9 @@ from kdtree_jax import api, generation
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.results import write_jsonl
+from kdtree_jax.io.tokenizer import Tokenizer
+from kdtree_jax.modes import texts
+from kdtree_jax.modes.loading import load_target, mismatch
 from kdtree_jax.modes.run_config import (
   RunConfig,
   integers,
@@ -20,12 +24,17 @@ FLAGS = (
   'target',
   'drafter',
   'methods',
+  'drafter_attention_factor',
   'prompt_ids',
+  'prompt',
+  'prompts',
+  'chat',
   'max_new_tokens',
   'block_size',
   'tree_budget',
   'tree_policy',
   'dtype',
+  'weights',
   'stop_ids',
   'ignore_eos',
   'temperature',
@@ -54,15 +63,16 @@ class Run:
 
 def run(config: RunConfig) -> int:
   """Runs every method and budget; 0 when all are written."""
-  target_path = required(config.target, 'target', 'generate')
+  required(config.target, 'target', 'generate')
   methods = _methods(config)
-  ids = required(config.prompt_ids, 'prompt_ids', 'generate')
-  prompts = [integers(ids, 'prompt_ids')]
   options = _options(config)
-  with status(f'loading {target_path}'):
-    target = api.load_target(target_path, config.dtype or 'float32')
+  tokenizer = texts.tokenizer_of(config)
+  texts.talks(config, tokenizer)  # wrong flags show before a long load
+  target = load_target(config)
+  with status('loading the drafter'):
     drafter = _drafter(config, target, methods)
   records = []
+  warning = None
   for item in _plan(config, methods, drafter):
     used = drafter if item.method != 'ar' else None
     fields = options | {
@@ -70,8 +80,19 @@ def run(config: RunConfig) -> int:
       'tree_policy': item.tree_policy,
     }
     with status(f'{item.method}, budget {item.tree_budget}'):
-      for result in _results(config, target, used, prompts, fields):
-        records.append(record(item, result, used, options))
+      for i, talk in enumerate(texts.talks(config, tokenizer)):
+        seeded = fields | {'seed': fields['seed'] + i}
+        for turn in range(max(1, len(talk.prompt.turns))):
+          ids = texts.next_ids(talk, turn, tokenizer, bool(config.chat))
+          result = _result(config, target, used, tokenizer, ids, seeded)
+          text = texts.answer(talk, result, tokenizer)
+          line = record(item, result, used, seeded)
+          records.append(
+            line | {'id': talk.prompt.id, 'turn': turn, 'text': text}
+          )
+          warning = warning or mismatch(used, [result])
+  if warning is not None:
+    print(warning, file=sys.stderr)
   if config.output is None:
     for line in records:
       print(json.dumps(line))
@@ -80,52 +101,42 @@ def run(config: RunConfig) -> int:
   return 0
 
 
-def _results(
+def _result(
   config: RunConfig,
   target: api.Target,
   drafter: api.LoadedDrafter | None,
-  prompts: list[list[int]],
+  tokenizer: Tokenizer | None,
+  prompt: list[int],
   options: dict[str, Any],
-) -> list[GenerateResult]:
-  """Every prompt by one method, in order."""
+) -> GenerateResult:
+  """One prompt by one method."""
   if config.dump_trees:
-    return [
-      generation.generate(
-        target,
-        drafter,
-        prompt,
-        record_rounds=True,
-        **_seeded(options, i),
-      )
-      for i, prompt in enumerate(prompts)
-    ]
+    return generation.generate(
+      target, drafter, prompt, record_rounds=True, **options
+    )
   if config.stream:
-    return [
-      _streamed(target, drafter, prompt, _seeded(options, i))
-      for i, prompt in enumerate(prompts)
-    ]
-  return generation.generate_batch(target, drafter, prompts, **options)
-
-
-def _seeded(options: dict[str, Any], prompt: int) -> dict[str, Any]:
-  """The seed that a prompt has in a batch."""
-  return options | {'seed': options['seed'] + prompt}
+    return _streamed(target, drafter, tokenizer, prompt, options)
+  return generation.generate(target, drafter, prompt, **options)
 
 
 def _streamed(
   target: api.Target,
   drafter: api.LoadedDrafter | None,
+  tokenizer: Tokenizer | None,
   prompt: list[int],
   options: dict[str, Any],
 ) -> GenerateResult:
-  """Shows tokens as they are committed; Ctrl-C keeps what is there."""
+  """Shows text, or ids, as it is committed; Ctrl-C keeps what is there."""
   stream = generation.Stream(target, drafter, [prompt], **options)
+  decoder = None if tokenizer is None else tokenizer.stream()
+  show = functools.partial(print, end='', file=sys.stderr, flush=True)
   try:
     for update in stream:
-      print(*update.new_ids[0], end=' ', file=sys.stderr, flush=True)
+      ids = update.new_ids[0]
+      show(decoder.push(ids) if decoder else ''.join(f'{i} ' for i in ids))
   except KeyboardInterrupt:
     pass
-  print(file=sys.stderr)
+  show((decoder.finish() if decoder else '') + '\n')
   return stream.results()[0]
 
 
@@ -199,7 +210,13 @@ def _methods(config: RunConfig) -> tuple[str, ...]:
       raise UserError(f'--methods={method} is none of {", ".join(METHODS)}')
   if not methods:
     raise UserError(f'--methods is empty; choose from {", ".join(METHODS)}')
-  unused = ('block_size', 'tree_budget', 'tree_policy', 'chain_seed')
+  unused = (
+    'block_size',
+    'tree_budget',
+    'tree_policy',
+    'chain_seed',
+    'drafter_attention_factor',
+  )
   if set(methods) == {'ar'}:
     for flag in ('drafter', *unused):
       if getattr(config, flag) is not None:
@@ -215,7 +232,9 @@ def _drafter(
   name = config.drafter
   if name is None:
     raise UserError(f'--methods={",".join(methods)} needs --drafter')
-  return api.load_drafter(name, target, config.block_size)
+  return api.load_drafter(
+    name, target, config.block_size, config.drafter_attention_factor
+  )
 
 
 def _options(config: RunConfig) -> dict[str, Any]:

@@ -3,13 +3,17 @@
 import hashlib
 
 from kdtree_jax import reference
-from kdtree_jax.config import load_config
+from kdtree_jax.config import ModelConfig, load_config
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.huggingface import num_parameters
 from kdtree_jax.io.kdtr import Bundle, write_bundle
 from kdtree_jax.modes.run_config import RunConfig, required, status
 
 FLAGS = ('variant', 'output', 'seed')
 PROMPT_LENGTH = 8
 GOLDEN_TOKENS = 128
+# What NumPy generates and decodes in a minute.
+MAX_PARAMETERS = 50_000_000
 
 
 def run(config: RunConfig) -> int:
@@ -35,8 +39,16 @@ def make_bundle(variant: str, seed: int | None = None) -> Bundle:
   Args:
     variant: name of a config.
     seed: of weights and prompt; default: derived from the name.
+
+  Raises:
+    UserError: no such variant, or one at the full size of a real model.
   """
   model = load_config(variant)
+  if not can_generate(model):
+    raise UserError(
+      f'variant {variant} has {num_parameters(model):,} parameters; bundles '
+      f'are generated in NumPy up to {MAX_PARAMETERS:,}'
+    )
   if seed is None:
     digest = hashlib.sha256(variant.encode()).digest()
     seed = int.from_bytes(digest[:4], 'little')
@@ -55,3 +67,8 @@ def make_bundle(variant: str, seed: int | None = None) -> Bundle:
     drafter=None,
     recipe={'generator': 'kdtree_jax.reference', 'seed': seed},
   )
+
+
+def can_generate(config: ModelConfig) -> bool:
+  """Whether a bundle of this size can be made here."""
+  return num_parameters(config) <= MAX_PARAMETERS

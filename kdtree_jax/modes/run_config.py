@@ -19,12 +19,17 @@ class RunConfig:
   target: str | None = None
   drafter: str | None = None
   methods: tuple[str, ...] | None = None
+  drafter_attention_factor: float | None = None
   prompt_ids: tuple[str, ...] | None = None
+  prompt: str | None = None
+  prompts: str | None = None
+  chat: bool | None = None
   max_new_tokens: int | None = None
   block_size: int | None = None
   tree_budget: tuple[str, ...] | None = None
   tree_policy: str | None = None
   dtype: str | None = None
+  weights: str | None = None
   stop_ids: tuple[str, ...] | None = None
   ignore_eos: bool | None = None
   temperature: float | None = None

@@ -23,7 +23,7 @@ def test_route(name, normalise):
   if config.topk_method == 'noaux_tc':
     # Large enough that biased scores of whole groups are negative.
     bias = rng.normal(size=config.n_routed_experts).astype(np.float32) - 1
-  ids, weights = route(
+  ids, weights, _ = route(
     jnp.asarray(logits), None if bias is None else jnp.asarray(bias), config
   )
   wanted_ids, wanted = reference_model.route(config.to_dict(), logits, bias)

@@ -1,0 +1,423 @@
+"""Is an engine still lossless? AR against DDTree, with a fair judge.
+
+Rows of different shapes round differently, so in bfloat16 two exact engines
+may part at a near-tie. A divergence is therefore judged by noise that is
+measured without the engine under test: AR at N = 1 against AR padded to the
+tree's N rows, on the same prefix. Equal tokens alone could hide a fault that
+both share, or that only costs acceptance. So the audit also compares the
+decoded cache with a forward that reads no cache, the drafter's context with a
+fresh prefill, and the acceptance of an oracle with full acceptance.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kdtree_jax import api, generation
+from kdtree_jax.config import ModelConfig
+from kdtree_jax.decode import DecodeState, Engine, init_state
+from kdtree_jax.decode import round as stages
+from kdtree_jax.decode.engine import Params
+from kdtree_jax.decode.programs import PROGRAMS
+from kdtree_jax.drafters.silent import SilentDrafter
+from kdtree_jax.errors import UserError
+
+# Relative errors that no rounding explains. What a fault leaves is of the
+# order of the values themselves.
+TOLERANCE = {'float32': 1e-3, 'bfloat16': 0.25}
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+  """The first token that differs, and how it is judged.
+
+  Attributes:
+    position: index into prompt and output.
+    ar_token: what AR says there.
+    ddtree_token: what the engine says.
+    gap: by how much AR's logits prefer its own token.
+    noise: twice the largest change of a logit that padding AR makes.
+    layer: MoE layer (counted from 0 among those) where the two first route
+      differently at or before the position, or None.
+    router_margin: AR's margin between the experts (or groups) exchanged there.
+    router_noise: twice the largest change of a router score by padding.
+    near_tie: the gap, or the margin where experts differ, is within its noise.
+  """
+
+  position: int
+  ar_token: int
+  ddtree_token: int
+  gap: float
+  noise: float
+  layer: int | None
+  router_margin: float | None
+  router_noise: float | None
+  near_tie: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditReport:
+  """What was found for one prompt.
+
+  Attributes:
+    prompt_ids: the prompt.
+    output_ids: AR's.
+    divergence: of DDTree from AR, or None: identical.
+    acceptance_length: mean of the engine under test.
+    oracle_divergence: the same with a drafter that knows AR's output.
+    oracle_acceptance_length: mean with the oracle.
+    full_acceptance_length: what the oracle must reach where it is identical.
+    cache_error: logits of committed rows over the decoded cache, against a
+      forward over the same text that reads no cache; relative, the worst of
+      AR, DDTree and DDTree with the oracle.
+    context_error: the drafter's state after decoding, against a prefill of
+      the same text; relative, 0 without state.
+    failures: in words; empty if all is well.
+  """
+
+  prompt_ids: list[int]
+  output_ids: list[int]
+  divergence: Divergence | None
+  acceptance_length: float
+  oracle_divergence: Divergence | None
+  oracle_acceptance_length: float
+  full_acceptance_length: float
+  cache_error: float
+  context_error: float
+  failures: list[str]
+
+
+class _Seen(NamedTuple):
+  """One decoded row; index i belongs to the i-th committed new token.
+
+  Attributes:
+    output_ids: n tokens.
+    logits: `[n, V]` after each of them.
+    choice: `[n, layers, E]` router scores; likewise `experts [n, layers, K]`.
+    experts: see `choice`.
+    accepted: of every round.
+    state: the last one.
+  """
+
+  output_ids: list[int]
+  logits: np.ndarray
+  choice: np.ndarray
+  experts: np.ndarray
+  accepted: list[int]
+  state: DecodeState
+
+
+def audit(
+  target: api.Target,
+  drafter: api.LoadedDrafter,
+  prompt_ids: Sequence[int],
+  **options: Any,
+) -> AuditReport:
+  """Audits greedy decoding of one prompt.
+
+  Args:
+    target: the model.
+    drafter: of the engine under test.
+    prompt_ids: at least one token id.
+    **options: fields of `GenerateOptions`; stop ids are ignored.
+
+  Raises:
+    UserError: bad input.
+  """
+  fields = generation.GenerateOptions(**options | {'stop_ids': ()})
+  if fields.temperature > 0:
+    raise UserError('the audit is greedy: draws are equal if logits are')
+  prompt = [int(i) for i in prompt_ids]
+  ar = _observe(target, None, prompt, fields)
+  longer = dataclasses.replace(
+    fields, max_new_tokens=fields.max_new_tokens + drafter.block_size
+  )
+  golden = generation.golden_continuations(target, drafter, [prompt], longer)
+  tested = _observe(target, drafter, prompt, fields, golden)
+  oracle = api.load_drafter('oracle', target, drafter.block_size)
+  known = _observe(target, oracle, prompt, fields, golden)
+  padded = _padded(target, drafter, prompt, fields, ar.output_ids)
+  full = 1 + min(drafter.block_size - 1, fields.tree_budget)
+  if fields.tree_policy not in ('best_first', 'chain'):
+    # Another policy need not contain the oracle's whole proposal.
+    full = float(np.mean(known.accepted))
+  report = AuditReport(
+    prompt_ids=prompt,
+    output_ids=ar.output_ids,
+    divergence=_judge(target.config, prompt, ar, tested, padded),
+    acceptance_length=float(np.mean(tested.accepted)),
+    oracle_divergence=_judge(target.config, prompt, ar, known, padded),
+    oracle_acceptance_length=float(np.mean(known.accepted)),
+    full_acceptance_length=full,
+    cache_error=max(
+      _cache_error(target, prompt, seen) for seen in (ar, tested, known)
+    ),
+    context_error=_context_error(target, drafter, tested, fields),
+    failures=[],
+  )
+  dtype = jnp.dtype(target.dtype).name
+  return dataclasses.replace(report, failures=_failures(report, dtype))
+
+
+def _failures(report: AuditReport, dtype: str) -> list[str]:
+  found = []
+  for name in ('divergence', 'oracle_divergence'):
+    divergence = getattr(report, name)
+    if divergence is not None and not divergence.near_tie:
+      found.append(
+        f'{name.replace("_", " ")} at position {divergence.position} is no '
+        f'near-tie: gap {divergence.gap:.3g}, noise {divergence.noise:.3g}'
+      )
+  short = report.oracle_acceptance_length < report.full_acceptance_length
+  if report.oracle_divergence is None and short:
+    found.append(
+      f'the oracle was accepted {report.oracle_acceptance_length:.2f} a round '
+      f'instead of {report.full_acceptance_length:.2f}'
+    )
+  for name in ('cache_error', 'context_error'):
+    error = getattr(report, name)
+    if not error <= TOLERANCE[dtype]:
+      found.append(f'{name.replace("_", " ")} {error:.3g}')
+  return found
+
+
+def _observed_round(engine: Engine, params: Params, state: DecodeState):
+  """One round, and what the target saw along the committed path."""
+  logits = stages.draft(engine, params, state) if engine.drafter else None
+  tree = stages.build_tree(engine, state, logits)
+  verified = stages.verify(engine, params, state, tree)
+  acceptance = stages.accept_path(engine, state, tree, verified.tokens)
+  out = verified.out
+  state = stages.commit_path(engine, params, state, tree, out, acceptance)
+
+  def along_path(x):
+    return jnp.take_along_axis(x, acceptance.path[:, :, None], axis=1)[0]
+
+  routing = [
+    (along_path(layer.choice), along_path(layer.ids)) for layer in out.routing
+  ]
+  return state, along_path(verified.logits), routing
+
+
+def _start(
+  target: api.Target,
+  drafter: api.LoadedDrafter | None,
+  prompt: list[int],
+  options: generation.GenerateOptions,
+  golden: list[list[int]] | None = None,
+) -> tuple[Engine, Params, DecodeState]:
+  engine = generation.make_engine(target, drafter, len(prompt), options)
+  params = {'target': target.params, 'drafter': {}}
+  if drafter is not None:
+    params['drafter'] = drafter.params
+    if drafter.drafter.needs_golden:
+      params['drafter'] = generation.golden_params(engine, golden)
+  state = init_state(
+    engine, [prompt], [options.max_new_tokens], (), target.dtype
+  )
+  fill, _ = PROGRAMS.get(stages.prefill, engine.for_prefill(), params, state)
+  return engine, params, fill(params, state)
+
+
+def _observe(
+  target: api.Target,
+  drafter: api.LoadedDrafter | None,
+  prompt: list[int],
+  options: generation.GenerateOptions,
+  golden: list[list[int]] | None = None,
+) -> _Seen:
+  """Decodes round by round and keeps the rows of committed tokens."""
+  engine, params, state = _start(target, drafter, prompt, options, golden)
+  rounds = []
+  while not bool(state.done.all()):
+    step, _ = PROGRAMS.get(_observed_round, engine, params, state)
+    state, logits, routing = step(params, state)
+    rounds.append(_rows(logits, routing, _last_accepted(state)))
+  return _seen(state, rounds)
+
+
+def _padded(
+  target: api.Target,
+  drafter: api.LoadedDrafter,
+  prompt: list[int],
+  options: generation.GenerateOptions,
+  output_ids: list[int],
+) -> _Seen:
+  """AR at the tree's N rows, all but the root padding, told what to say."""
+  silent = api.LoadedDrafter(
+    'silent',
+    SilentDrafter(target.config.vocab_size, drafter.block_size),
+    {},
+  )
+  options = dataclasses.replace(
+    options, tree_policy='best_first', chain_seed=False
+  )
+  engine, params, state = _start(target, silent, prompt, options)
+  start = len(prompt)
+  told = jnp.asarray(output_ids, jnp.int32)[None]
+  rounds = []
+  while not bool(state.done.all()):
+    state = state.replace(
+      tokens=lax.dynamic_update_slice(state.tokens, told, (0, start))
+    )
+    step, _ = PROGRAMS.get(_observed_round, engine, params, state)
+    state, logits, routing = step(params, state)
+    rounds.append(_rows(logits, routing, 1))
+  return _seen(state, rounds)
+
+
+def _last_accepted(state: DecodeState) -> int:
+  return int(state.stats.acceptance_length[0, int(state.stats.rounds) - 1])
+
+
+def _rows(logits, routing, count: int):
+  """The committed rows of one round, on the host."""
+  choice = [np.asarray(scores[:count]) for scores, _ in routing]
+  experts = [np.asarray(ids[:count]) for _, ids in routing]
+  return np.asarray(logits[:count]), choice, experts
+
+
+def _seen(state: DecodeState, rounds: list) -> _Seen:
+  start, length = int(state.prompt_length[0]), int(state.length[0])
+  count = length - start
+
+  def stacked(index: int) -> np.ndarray:
+    layers = len(rounds[0][index]) if rounds else 0
+    if not layers:
+      return np.zeros((count, 0, 1))
+    return np.stack(
+      [
+        np.concatenate([taken[index][layer] for taken in rounds])[:count]
+        for layer in range(layers)
+      ],
+      axis=1,
+    )
+
+  accepted = np.asarray(state.stats.acceptance_length[0])
+  return _Seen(
+    output_ids=np.asarray(state.tokens[0, start:length]).tolist(),
+    logits=np.concatenate([taken[0] for taken in rounds])[:count],
+    choice=stacked(1),
+    experts=stacked(2),
+    accepted=accepted[accepted > 0].tolist(),
+    state=state,
+  )
+
+
+def _judge(
+  config: ModelConfig, prompt: list[int], ar: _Seen, other: _Seen, padded: _Seen
+) -> Divergence | None:
+  """The first divergence of `other` from `ar`, or None."""
+  pairs = zip(ar.output_ids, other.output_ids, strict=False)
+  differs = [i for i, (a, b) in enumerate(pairs) if a != b]
+  if not differs:
+    return None
+  index = differs[0]
+  # Index 0 is chosen by prefill, which both share; i by the row of i - 1.
+  rows = slice(0, index)
+  here = max(index - 1, 0)
+  mine, theirs = ar.output_ids[index], other.output_ids[index]
+  gap = float(ar.logits[here, mine] - ar.logits[here, theirs])
+  change = np.abs(ar.logits[rows] - padded.logits[rows])
+  noise = 2 * float(change.max(initial=0))
+  layer = margin = router_noise = None
+  swap = _first_swap(ar.experts[rows], other.experts[rows])
+  near_tie = gap <= noise
+  if swap is not None:
+    row, layer = swap
+    margin = _router_margin(
+      config,
+      ar.choice[row, layer],
+      set(ar.experts[row, layer]),
+      set(other.experts[row, layer]),
+    )
+    change = np.abs(ar.choice[: row + 1] - padded.choice[: row + 1])
+    router_noise = 2 * float(change.max())
+    near_tie = margin <= router_noise
+  return Divergence(
+    position=len(prompt) + index,
+    ar_token=mine,
+    ddtree_token=theirs,
+    gap=gap,
+    noise=noise,
+    layer=layer,
+    router_margin=margin,
+    router_noise=router_noise,
+    near_tie=bool(near_tie),
+  )
+
+
+def _first_swap(a: np.ndarray, b: np.ndarray) -> tuple[int, int] | None:
+  """The first row and in it the first layer with other sets of experts."""
+  rows = min(len(a), len(b))
+  same = np.sort(a[:rows], axis=2) == np.sort(b[:rows], axis=2)
+  swaps = np.argwhere(~same.all(axis=2))
+  return None if len(swaps) == 0 else tuple(int(i) for i in swaps[0])
+
+
+def _router_margin(
+  config: ModelConfig, choice: np.ndarray, ours: set, theirs: set
+) -> float:
+  """By how much AR prefers its experts, or groups, to the others'.
+
+  Args:
+    config: grouping.
+    choice: `[E]` AR's scores.
+    ours: AR's experts.
+    theirs: the other engine's.
+  """
+  groups = config.n_group
+  size = len(choice) // groups
+  kept = {e // size for e in ours}, {e // size for e in theirs}
+  if groups > 1 and kept[0] != kept[1]:
+    best = 2 if config.topk_method == 'noaux_tc' else 1
+    scores = np.sort(choice.reshape(groups, size), axis=1)[:, -best:].sum(1)
+    pairs = [(scores[a], scores[b]) for a in kept[0] for b in kept[1] - kept[0]]
+    # Two changes of two scores: the sum moves twice as far.
+    return float(min((abs(a - b) for a, b in pairs), default=0.0)) / best
+  lost, won = ours - theirs, theirs - ours
+  return float(max(choice[e] for e in lost) - min(choice[e] for e in won))
+
+
+def _cache_error(target: api.Target, prompt: list[int], seen: _Seen) -> float:
+  """Decoded logits against one forward over the whole text in one chunk.
+
+  The worst position in float32. In bfloat16 the median one: an expert that
+  flips at a near-tie changes single positions as much as a fault would change
+  all of them.
+  """
+  text = [*prompt, *seen.output_ids]
+  whole = generation.forward_logits(target, text, prefill_chunk=len(text))
+  wanted = whole[len(prompt) :]
+  errors = np.abs(seen.logits - wanted).max(axis=1) / np.abs(wanted).max()
+  worst = target.dtype == jnp.float32
+  return float(errors.max() if worst else np.median(errors))
+
+
+def _context_error(
+  target: api.Target,
+  drafter: api.LoadedDrafter,
+  tested: _Seen,
+  options: generation.GenerateOptions,
+) -> float:
+  """The drafter's context after decoding, against a prefill of the text."""
+  leaves = jax.tree.leaves(tested.state.drafter_state)
+  if not leaves:
+    return 0.0
+  length = int(tested.state.length[0])
+  text = np.asarray(tested.state.tokens[0, :length]).tolist()
+  capacity = tested.state.stats.acceptance_length.shape[1]
+  options = dataclasses.replace(options, capacity=capacity)
+  _, _, fresh = _start(target, drafter, text, options)
+  worst = 0.0
+  wanted = jax.tree.leaves(fresh.drafter_state)
+  for a, b in zip(leaves, wanted, strict=True):
+    a = np.asarray(a[:, :, :length], np.float32)
+    b = np.asarray(b[:, :, :length], np.float32)
+    worst = max(worst, float(np.abs(a - b).max() / np.abs(b).max()))
+  return worst

@@ -1,0 +1,94 @@
+"""`--mode=audit`: is this engine, or this fork of it, still lossless?"""
+
+import dataclasses
+import json
+
+from kdtree_jax import api, generation
+from kdtree_jax.audit import AuditReport, Divergence, audit
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.results import write_jsonl
+from kdtree_jax.modes.run_config import (
+  RunConfig,
+  integers,
+  required,
+  status,
+)
+
+FLAGS = (
+  'target',
+  'drafter',
+  'prompt_ids',
+  'max_new_tokens',
+  'block_size',
+  'tree_budget',
+  'tree_policy',
+  'chain_seed',
+  'dtype',
+  'output',
+)
+
+
+def run(config: RunConfig) -> int:
+  """Prints a verdict for every budget; 1 if one fails."""
+  path = required(config.target, 'target', 'audit')
+  name = required(config.drafter, 'drafter', 'audit')
+  ids = required(config.prompt_ids, 'prompt_ids', 'audit')
+  prompt = integers(ids, 'prompt_ids')
+  defaults = generation.GenerateOptions
+  budgets = [defaults.tree_budget]
+  if config.tree_budget is not None:
+    budgets = integers(config.tree_budget, 'tree_budget')
+  if not budgets:
+    raise UserError('--tree_budget is empty')
+  with status(f'loading {path}'):
+    target = api.load_target(path, config.dtype or 'float32')
+    drafter = api.load_drafter(name, target, config.block_size)
+  reports = []
+  for budget in budgets:
+    with status(f'auditing budget {budget}'):
+      report = audit(
+        target,
+        drafter,
+        prompt,
+        tree_budget=budget,
+        max_new_tokens=config.max_new_tokens or defaults.max_new_tokens,
+        tree_policy=config.tree_policy or defaults.tree_policy,
+        chain_seed=bool(config.chain_seed),
+      )
+    print(f'budget {budget}: {verdict(report)}')
+    reports.append({'tree_budget': budget} | dataclasses.asdict(report))
+  if config.output is not None:
+    write_jsonl(config.output, json.loads(json.dumps(reports)))
+  return 1 if any(report['failures'] for report in reports) else 0
+
+
+def verdict(report: AuditReport) -> str:
+  """A few lines for people."""
+  lines = [
+    'FAILED: ' + '; '.join(report.failures) if report.failures else 'passed',
+    f'  DDTree: {describe(report.divergence)}; acceptance length '
+    f'{report.acceptance_length:.2f}',
+    f'  oracle: {describe(report.oracle_divergence)}; acceptance length '
+    f'{report.oracle_acceptance_length:.2f} of '
+    f'{report.full_acceptance_length:.2f}',
+    f'  cache against a forward without one: {report.cache_error:.2g}; '
+    f'drafter context against a prefill: {report.context_error:.2g}',
+  ]
+  return '\n'.join(lines)
+
+
+def describe(divergence: Divergence | None) -> str:
+  """Identical, or where, by how much and why that is excused or not."""
+  if divergence is None:
+    return 'identical to AR'
+  d = divergence
+  text = (
+    f"differs at position {d.position}: {d.ddtree_token} for AR's "
+    f'{d.ar_token}, logit gap {d.gap:.3g}, noise {d.noise:.3g}'
+  )
+  if d.layer is not None:
+    text += (
+      f', other experts in MoE layer {d.layer}: margin '
+      f'{d.router_margin:.3g}, noise {d.router_noise:.3g}'
+    )
+  return f'{text}: {"a near-tie" if d.near_tie else "NO near-tie"}'

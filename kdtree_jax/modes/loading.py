@@ -1,0 +1,85 @@
+"""Loading as a user sees it: a bar of bytes, and a word about a bad pair."""
+
+import contextlib
+import itertools
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+
+import rich.console
+import rich.progress
+
+from kdtree_jax import api
+from kdtree_jax.decode import GenerateResult
+from kdtree_jax.io.huggingface import Progress
+from kdtree_jax.modes.run_config import RunConfig, required
+
+# A drafter that is refused so often in a row is probably another target's.
+PATIENCE = 32
+
+
+@contextlib.contextmanager
+def loading(path: str) -> Iterator[Progress | None]:
+  """A progress bar with bytes and rate on a terminal, nothing elsewhere.
+
+  Args:
+    path: a file or a folder, whose safetensors files are the whole.
+
+  Yields:
+    What to call with the bytes of each tensor that was read.
+  """
+  if not sys.stderr.isatty():
+    yield None
+    return
+  columns = (
+    rich.progress.TextColumn('loading {task.description}'),
+    rich.progress.BarColumn(),
+    rich.progress.DownloadColumn(),
+    rich.progress.TransferSpeedColumn(),
+    rich.progress.TimeRemainingColumn(),
+  )
+  console = rich.console.Console(stderr=True)
+  bar = rich.progress.Progress(*columns, console=console, transient=True)
+  with bar:
+    task = bar.add_task(path, total=_size(pathlib.Path(path)))
+    yield lambda count: bar.advance(task, count)
+
+
+def _size(path: pathlib.Path) -> int | None:
+  files = path.glob('*.safetensors') if path.is_dir() else [path]
+  try:
+    return sum(file.stat().st_size for file in files) or None
+  except OSError:
+    return None
+
+
+def load_target(config: RunConfig) -> api.Target:
+  """`--target`, in the form that the flags ask for."""
+  path = required(config.target, 'target', config.mode)
+  with loading(path) as progress:
+    return api.load_target(
+      path,
+      config.dtype or 'float32',
+      config.weights or 'as_stored',
+      progress,
+    )
+
+
+def mismatch(
+  drafter: api.LoadedDrafter | None, results: Sequence[GenerateResult]
+) -> str | None:
+  """A warning if a trained drafter was refused `PATIENCE` times in a row.
+
+  Stubs and untrained drafters are known by name and may be refused.
+  """
+  if drafter is None or not pathlib.Path(drafter.name).exists():
+    return None
+  for result in results:
+    for length, run in itertools.groupby(result.acceptance_lengths):
+      rounds = len(list(run))
+      if length == 1 and rounds >= PATIENCE:
+        return (
+          f'warning: not one token of drafter {drafter.name} was accepted in '
+          f'{rounds} rounds; was it trained for this target?'
+        )
+  return None

@@ -1,0 +1,111 @@
+"""Prompts from flags and files, as token ids; and text for results."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from kdtree_jax.decode import GenerateResult
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.prompts import Prompt, read_prompts
+from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
+from kdtree_jax.modes.run_config import RunConfig, integers
+
+SOURCES = ('prompt_ids', 'prompt', 'prompts')
+
+
+@dataclasses.dataclass
+class Talk:
+  """One prompt by one method: what was said so far, turn by turn.
+
+  Attributes:
+    prompt: with the user's turns; without any if ids were given.
+    ids: token ids that were given in the place of text, or None.
+    messages: of the chat, the model's answers included.
+  """
+
+  prompt: Prompt
+  ids: list[int] | None
+  messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+
+
+def talks(config: RunConfig, tokenizer: Tokenizer | None) -> list[Talk]:
+  """The prompts that the flags name, each with nothing said yet.
+
+  Raises:
+    UserError: none or two sources, no tokenizer, or turns without `--chat`.
+  """
+  given = [name for name in SOURCES if getattr(config, name) is not None]
+  if len(given) != 1:
+    names = ' or '.join(f'--{name}' for name in SOURCES)
+    raise UserError(f'--mode={config.mode} needs one of {names}')
+  (source,) = given
+  if source == 'prompt_ids':
+    if config.chat:
+      raise UserError('--chat is not used with --prompt_ids')
+    ids = integers(config.prompt_ids, source)
+    return [Talk(Prompt(0, ()), ids)]
+  if tokenizer is None:
+    raise UserError(
+      f'--{source} needs a tokenizer, and {config.target} has none; use '
+      '--prompt_ids'
+    )
+  if source == 'prompt':
+    prompts = [Prompt(0, (config.prompt,))]
+  else:
+    prompts = read_prompts(config.prompts)
+  for prompt in prompts:
+    if len(prompt.turns) > 1 and not config.chat:
+      raise UserError(
+        f'--prompts={config.prompts}: prompt {prompt.id!r} has '
+        f'{len(prompt.turns)} turns, which need --chat'
+      )
+  return [Talk(prompt, None) for prompt in prompts]
+
+
+def next_ids(
+  talk: Talk, turn: int, tokenizer: Tokenizer | None, chat: bool
+) -> list[int]:
+  """Token ids of a turn, with all that was said before it."""
+  if talk.ids is not None or tokenizer is None:
+    return talk.ids or []
+  text = talk.prompt.turns[turn]
+  if not chat:
+    return tokenizer.encode(text)
+  talk.messages.append({'role': 'user', 'content': text})
+  return tokenizer.encode_chat(talk.messages)
+
+
+def answer(
+  talk: Talk, result: GenerateResult, tokenizer: Tokenizer | None
+) -> str | None:
+  """The text of a result, which becomes part of the talk; None: no tokenizer.
+
+  The token that ended it is no part of the text.
+  """
+  if tokenizer is None:
+    return None
+  ids: Sequence[int] = result.output_ids
+  if result.stop_reason == 'stop':
+    ids = ids[:-1]
+  text = tokenizer.decode(ids)
+  talk.messages.append({'role': 'assistant', 'content': text})
+  return text
+
+
+def tokenizer_of(config: RunConfig) -> Tokenizer | None:
+  """The tokenizer beside the target, checked against the flags.
+
+  With `--prompt_ids` it only adds text to the results, so that one which
+  cannot be read is no obstacle.
+
+  Raises:
+    UserError: a broken tokenizer, or `--chat` without a template.
+  """
+  try:
+    tokenizer = load_tokenizer(config.target)
+  except UserError:
+    if config.prompt_ids is None:
+      raise
+    return None
+  if config.chat and (tokenizer is None or tokenizer.template is None):
+    raise UserError(f'--chat: {config.target} has no chat template')
+  return tokenizer

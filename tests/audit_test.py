@@ -1,0 +1,143 @@
+"""The audit passes what is right and finds each planted fault."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kdtree_jax import api
+from kdtree_jax.audit import audit
+from kdtree_jax.decode import round as stages
+from kdtree_jax.decode.programs import PROGRAMS
+from kdtree_jax.errors import UserError
+from kdtree_jax.modes import audit as mode
+from kdtree_jax.modes.run_config import RunConfig
+from tests import support
+
+FIXTURE = 'deepseek_v3_trained_drafter'
+
+
+def report(dtype='float32', **options):
+  folder = support.DATA / FIXTURE
+  target = api.load_target(folder, dtype)
+  drafter = api.load_drafter(folder / 'dflash', target)
+  prompt = support.trace(FIXTURE)['prompt']
+  fields = {'tree_budget': 24, 'max_new_tokens': 24} | options
+  return audit(target, drafter, prompt, **fields)
+
+
+@pytest.fixture
+def planted(monkeypatch):
+  """Replaces a stage; programs traced before or with it are forgotten."""
+
+  def plant(name, replacement):
+    monkeypatch.setattr(stages, name, replacement)
+    PROGRAMS.clear()
+    jax.clear_caches()
+
+  yield plant
+  monkeypatch.undo()
+  PROGRAMS.clear()
+  jax.clear_caches()
+
+
+def test_a_right_engine_passes():
+  found = report()
+  assert found.failures == []
+  assert found.divergence is None and found.oracle_divergence is None
+  assert found.oracle_acceptance_length == found.full_acceptance_length == 8
+  assert found.acceptance_length > 2
+  assert found.cache_error < 1e-4 and found.context_error < 1e-4
+
+
+def test_mask_that_ignores_ancestry(planted):
+  honest = stages.verify
+
+  def verify(engine, params, state, tree):
+    return honest(engine, params, state, tree.replace(ancestors=None))
+
+  planted('verify', verify)
+  assert any('divergence' in failure for failure in report().failures)
+
+
+def test_position_from_the_slot(planted):
+  honest = stages.verify
+
+  def verify(engine, params, state, tree):
+    slots = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None]
+    depths = jnp.broadcast_to(slots, tree.depths.shape)
+    return honest(engine, params, state, tree.replace(depths=depths))
+
+  planted('verify', verify)
+  assert any('cache error' in failure for failure in report().failures)
+
+
+def test_compaction_that_skips_a_layer(planted):
+  """AR does it as well: both agree with each other, and are both wrong."""
+  honest = stages.commit
+
+  def commit(cache, *rest):
+    new = honest(cache, *rest)
+    return new.replace(latent=new.latent.at[1].set(cache.latent[1]))
+
+  planted('commit', commit)
+  assert any('cache error' in failure for failure in report().failures)
+
+
+def test_compaction_of_the_wrong_rows(planted):
+  """Slots instead of the path, in one layer: right for chains and for AR."""
+  honest = stages.commit
+
+  def commit(cache, rows, path, *rest):
+    new = honest(cache, rows, path, *rest)
+    slots = jnp.broadcast_to(jnp.arange(path.shape[1]), path.shape)
+    wrong = honest(cache, rows, slots.astype(path.dtype), *rest)
+    return new.replace(latent=new.latent.at[1].set(wrong.latent[1]))
+
+  planted('commit', commit)
+  assert any('divergence' in failure for failure in report().failures)
+
+
+def test_features_shifted_by_one(planted):
+  """Costs acceptance only: the output stays AR's."""
+  honest = stages.commit_path
+
+  def commit_path(engine, params, state, tree, out, acceptance):
+    features = jnp.roll(out.features, 1, axis=1)
+    out = out.replace(features=features)
+    return honest(engine, params, state, tree, out, acceptance)
+
+  planted('commit_path', commit_path)
+  found = report()
+  assert found.divergence is None
+  assert any('context error' in failure for failure in found.failures)
+
+
+def test_bfloat16_divergences_are_judged():
+  found = report('bfloat16')
+  assert found.failures == []
+  for divergence in (found.divergence, found.oracle_divergence):
+    assert divergence is None or divergence.near_tie
+
+
+def test_the_mode_says_so_in_its_exit_status(tmp_path, capsys):
+  folder = support.DATA / FIXTURE
+  config = RunConfig(
+    mode='audit',
+    target=str(folder),
+    drafter=str(folder / 'dflash'),
+    prompt_ids=('31', '0', '39'),
+    max_new_tokens=10,
+    tree_budget=('5', '9'),
+    output=str(tmp_path / 'audit.jsonl'),
+  )
+  assert mode.run(config) == 0
+  assert capsys.readouterr().out.count(': passed') == 2
+  lines = (tmp_path / 'audit.jsonl').read_text().splitlines()
+  assert [json.loads(line)['tree_budget'] for line in lines] == [5, 9]
+
+
+def test_sampling_is_refused():
+  with pytest.raises(UserError, match='greedy'):
+    report(temperature=1.0)
