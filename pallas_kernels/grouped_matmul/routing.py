@@ -1,0 +1,215 @@
+"""Which rows go to which experts, and their results back: what XLA does.
+
+Every op here is one small fusion, so what is short is what is fast: sums of
+one-hot comparisons, no sorts and no scans.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Rows that are stored together or not at all; experts' rows start at multiples.
+ALIGN = 16
+_CHUNK = 128  # Pairs that are ranked by comparing each with each.
+
+# A token's rows of the partial results, in order of expert: for every choice,
+# the rows `[T]` (or one static row, if T = 1) and which of them count `[T]`.
+Places = list[tuple[jax.Array | int, jax.Array]]
+
+
+def count_bits(x: jax.Array) -> jax.Array:
+  """Bits set in int32 values; Mosaic has no population count."""
+  x -= _shift_right(x, 1) & 0x55555555
+  x = (x & 0x33333333) + (_shift_right(x, 2) & 0x33333333)
+  x = (x + _shift_right(x, 4)) & 0x0F0F0F0F
+  return _shift_right(x * 0x01010101, 24)
+
+
+def _shift_right(x: jax.Array, bits: int) -> jax.Array:
+  return lax.shift_right_logical(x, jnp.int32(bits))
+
+
+def round_up(x: int, multiple: int) -> int:
+  """The least multiple of `multiple` that is not below `x`."""
+  return -(-x // multiple) * multiple
+
+
+def merge_repeats(
+  ids: jax.Array, weights: jax.Array, experts: int
+) -> tuple[jax.Array, jax.Array]:
+  """Makes the experts of a token distinct.
+
+  Args:
+    ids: `[T, K]` int32, any values.
+    weights: `[T, K]` float32.
+    experts: E.
+
+  Returns:
+    Both again: ids outside 0..E-1 and repeats are E, and the first of equal
+    ids has the sum of their weights.
+  """
+  ids = jnp.where((ids >= 0) & (ids < experts), ids, experts)
+  choices = ids.shape[1]
+  columns = [ids[:, k] for k in range(choices)]
+  merged_ids, merged_weights = [], []
+  # Unrolled, as XLA then needs no reductions and fuses it with what follows.
+  for k in range(choices):
+    weight = weights[:, k]
+    repeated = jnp.zeros(weight.shape, bool)
+    for other in range(choices):
+      same = columns[other] == columns[k]
+      if other < k:
+        repeated |= same
+      elif other > k:
+        weight += jnp.where(same, weights[:, other], 0.0)
+    merged_ids.append(jnp.where(repeated, experts, columns[k]))
+    merged_weights.append(weight)
+  return jnp.stack(merged_ids, 1), jnp.stack(merged_weights, 1)
+
+
+def touched(ids: jax.Array, experts: int) -> jax.Array:
+  """The set of experts in `ids` (0..E), `[ceil(E / 32)]` int32, bit by bit."""
+  flat = ids.reshape(-1)
+  words = jnp.arange(-(-experts // 32), dtype=jnp.int32)
+  bits = jnp.where(flat < experts, lax.shift_left(jnp.int32(1), flat & 31), 0)
+  mine = (flat >> 5)[:, None] == words[None, :]
+  return lax.reduce(
+    jnp.where(mine, bits[:, None], 0), jnp.int32(0), lax.bitwise_or, (0,)
+  )
+
+
+def dense_places(
+  ids: jax.Array, mask: jax.Array | None, experts: int, width: int
+) -> Places:
+  """The places if token t's row of the n-th touched expert is n width + t.
+
+  Args:
+    ids: `[T, K]` int32 of `merge_repeats`.
+    mask: `touched(ids)`; None if T is 1, whose n-th expert is the n-th of all.
+    experts: E.
+    width: rows an expert has.
+  """
+  if mask is None:
+    number = jnp.sum(ids < experts, axis=1)
+    return [(k * width, number > k) for k in range(ids.shape[1])]
+  slot = jnp.zeros(ids.shape, jnp.int32)
+  for w in range(mask.shape[0]):
+    slot += count_bits(mask[w] & _low_bits(jnp.clip(ids - 32 * w, 0, 32)))
+  token = lax.broadcasted_iota(jnp.int32, ids.shape, 0)
+  return _in_expert_order(ids, slot * width + token, experts)
+
+
+def _low_bits(count: jax.Array) -> jax.Array:
+  """An int32 with the lowest `count` (0..32) bits set."""
+  half = count >> 1  # In two shifts, as one by 32 is undefined.
+  return ~lax.shift_left(
+    lax.shift_left(jnp.full_like(count, -1), half), count - half
+  )
+
+
+def _in_expert_order(ids, rows, experts) -> Places:
+  """`rows` `[T, K]` as places."""
+  choices = ids.shape[1]
+  columns = [ids[:, k] for k in range(choices)]
+  ordered = [jnp.full_like(columns[0], -1) for _ in range(choices)]
+  for k in range(choices):
+    before = sum(
+      (columns[other] < columns[k]).astype(jnp.int32)
+      for other in range(choices)
+    )
+    for place in range(choices):
+      here = (before == place) & (columns[k] < experts)
+      ordered[place] = jnp.where(here, rows[:, k], ordered[place])
+  return [(jnp.maximum(row, 0), row >= 0) for row in ordered]
+
+
+def group(
+  x: jax.Array, ids: jax.Array, weights: jax.Array, experts: int, width: int
+) -> tuple[tuple[jax.Array, ...], jax.Array, Places]:
+  """Sorts the (token, expert) pairs by expert.
+
+  Counting needs no sort: a pair's place is its expert's start, and how many
+  pairs before it, in its chunk of 128 and in earlier chunks, go there too.
+
+  Args:
+    x: `[T, H]`.
+    ids: `[T, K]` int32 of `merge_repeats`.
+    weights: `[T, K]` float32 of `merge_repeats`.
+    experts: E.
+    width: rows of a tile.
+
+  Returns:
+    The kernels' tables: tiles of rows, `[Q, 5]` int32 (expert, first tile of
+    the expert, its number of tiles, its first row in units of `ALIGN`, its
+    number of rows); how many there are, `[1]` int32; the rows' weights,
+    `[R + width]` float32.
+    Then the rows of x in that order, `[R, H]`; and the places.
+  """
+  pairs, choices = ids.size, ids.shape[1]
+  flat = ids.reshape(-1)
+  every = jnp.arange(experts, dtype=jnp.int32)
+  count, offset = _rank(flat, experts)
+  start = _sums_before(-(-count // ALIGN))
+  tiles = -(-count // width)
+  first = _sums_before(tiles)
+  busy = min(experts, pairs)
+  capacity = round_up(pairs + busy * (ALIGN - 1), ALIGN)
+  place = start[jnp.minimum(flat, experts - 1)] * ALIGN + offset
+  place = jnp.where(flat < experts, place, capacity)
+  pair = jnp.zeros((capacity,), jnp.int32)
+  pair = pair.at[place].set(
+    jnp.arange(pairs, dtype=jnp.int32), mode='drop', unique_indices=True
+  )
+  items = jnp.arange(busy + pairs // width, dtype=jnp.int32)
+  passed = (first + tiles)[None] <= items[:, None]
+  owner = jnp.minimum(jnp.sum(passed, 1, dtype=jnp.int32), experts - 1)
+  table = jnp.stack([every, first, tiles, start, count], axis=1)[owner]
+  row_weights = jnp.pad(weights.reshape(-1)[pair], (0, width))
+  tables = (table, jnp.sum(tiles, keepdims=True), row_weights)
+  places = _in_expert_order(ids, place.reshape(ids.shape), experts)
+  # Small arrays of their own, or every element of the sum works them out again.
+  return tables, x[pair // choices], lax.optimization_barrier(places)
+
+
+def _rank(flat, experts):
+  """Per expert how many pairs, `[E]`; per pair how many before go there too."""
+  pairs = flat.size
+  keys = jnp.pad(flat, (0, -pairs % _CHUNK), constant_values=experts)
+  keys = keys.reshape(-1, _CHUNK)
+  before = jnp.tri(_CHUNK, k=-1, dtype=bool)[None]
+  same = (keys[:, :, None] == keys[:, None, :]) & before
+  rank = jnp.sum(same, axis=2, dtype=jnp.int32).reshape(-1)[:pairs]
+  every = jnp.arange(experts, dtype=jnp.int32)[None, None]
+  counts = jnp.sum(keys[:, :, None] == every, axis=1, dtype=jnp.int32)
+  earlier = jnp.tri(keys.shape[0], k=-1, dtype=bool)[:, :, None]
+  base = jnp.sum(jnp.where(earlier, counts[None], 0), axis=1)
+  chunk = jnp.arange(pairs, dtype=jnp.int32) // _CHUNK
+  base = base[chunk, jnp.minimum(flat, experts - 1)]
+  return jnp.sum(counts, axis=0), base + rank
+
+
+def _sums_before(x: jax.Array) -> jax.Array:
+  """Exclusive sums of a short int32 vector, in one fusion."""
+  before = jnp.tri(x.shape[0], k=-1, dtype=bool)
+  return jnp.sum(jnp.where(before, x[None], 0), axis=1, dtype=jnp.int32)
+
+
+def combine(partial_results: jax.Array, places: Places) -> jax.Array:
+  """Adds a token's rows, in the order given.
+
+  Args:
+    partial_results: `[2, R, H]` int16, upper and lower halves of float32.
+    places: see `Places`.
+
+  Returns:
+    `[T, H]` float32.
+  """
+  upper, lower = partial_results.astype(jnp.int32)
+  tokens = places[0][1].shape[0]
+  total = jnp.zeros((tokens, partial_results.shape[2]), jnp.float32)
+  for row, counts in places:
+    index = slice(row, row + 1) if isinstance(row, int) else row
+    bits = (upper[index] << 16) | (lower[index] & 0xFFFF)
+    value = lax.bitcast_convert_type(bits, jnp.float32)
+    total += jnp.where(counts[:, None], value, 0.0)
+  return total

@@ -1,0 +1,199 @@
+"""The work of the Mosaic kernels in tiles, and which block's turn it is.
+
+`Dense` and `Grouped` are the two ways to give a tile its columns, see
+`mosaic_gpu`. Both number an op's tiles without holes, so that the blocks can
+share them evenly: `number` experts (or tiles of rows) times the tiles of their
+weights. They run inside the kernels, on scalars.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import routing
+
+TILE = 64  # Rows of weights, and steps along the sum, of a swizzled tile.
+_DENSE_TOKENS = 16
+_MAX_COLUMNS = 128  # Two float32 accumulators of it fill 128 registers.
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """How an op of one static shape is cut.
+
+  Attributes:
+    dense: whether the columns are all the tokens.
+    columns: how many columns one multiplying warpgroup takes.
+    consumers: how many multiplying warpgroups a block has, 1 or 2.
+    blocks: blocks of the grid, one a multiprocessor.
+    stages: tiles of weights in flight, at most.
+    cluster: blocks that take neighbouring tiles of weights at the same time and
+      load the columns, which they share, once, by multicast.
+  """
+
+  dense: bool
+  columns: int
+  consumers: int
+  blocks: int
+  stages: int = 16
+  cluster: int = 1
+
+  @property
+  def width(self) -> int:
+    """Columns of a tile."""
+    return self.columns * self.consumers
+
+  @property
+  def planes(self) -> int:
+    """Halves of float32 results that are stored at once.
+
+    One of two takes half the shared memory: with wide tiles, a fourth stage.
+    """
+    return 2 if self.consumers == 1 else 1
+
+
+def plan(tokens: int, choices: int, experts: int) -> Plan:
+  """The default cut for this many tokens.
+
+  A tile should hold an expert's rows at once (the weights would otherwise come
+  a second time, though from the L2) without many empty columns: the mean of a
+  uniform routing and two standard deviations.
+  """
+  blocks = _multiprocessors()
+  if tokens <= _DENSE_TOKENS:
+    return Plan(True, _DENSE_TOKENS, 1, blocks)
+  mean = tokens * choices / experts
+  wanted = mean + 2 * math.sqrt(mean)
+  consumers = 1 if wanted <= TILE else 2
+  columns = routing.round_up(math.ceil(wanted / consumers), routing.ALIGN)
+  columns = min(_MAX_COLUMNS, columns)
+  # Only wide tiles ask the L2 for so much that sharing pays.
+  cluster = 2 if columns > TILE and blocks % 2 == 0 else 1
+  return Plan(False, columns, consumers, blocks, cluster=cluster)
+
+
+def _multiprocessors() -> int:
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return device.num_cores if device else jax.devices()[0].core_count
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """The op's sizes."""
+
+  experts: int
+  hidden: int
+  inner: int
+  rows: int  # Of the activation and of the partial results.
+  tokens: int
+  choices: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+  """One tile of work: 128 rows of weights, `width` columns."""
+
+  expert: jax.Array
+  tile: jax.Array  # Which 128 rows of weights.
+  source: jax.Array | int  # First row of x.
+  row: jax.Array  # First row of the activation and of the partial results.
+  left: jax.Array  # Rows from there on that somebody asked for.
+
+
+class Dense:
+  """Items of the dense form: the n-th touched expert is the n-th bit set."""
+
+  def __init__(self, tables, shape, cut):
+    self._ids, self._weights, *mask = tables
+    self._shape, self._cut = shape, cut
+    numbers = range(pl.cdiv(shape.experts, 32))
+    self._words = [mask[0][w] if mask else self._word(w) for w in numbers]
+    self._ends = []
+    for word in self._words:
+      end = self._ends[-1] if self._ends else jnp.int32(0)
+      self._ends.append(end + routing.count_bits(word))
+    self.number = self._ends[-1]
+
+  def _word(self, number):
+    """A word of the mask of a single token."""
+    word = jnp.int32(0)
+    for k in range(self._shape.choices):
+      expert = self._ids[0, k]
+      mine = (expert >> 5 == number) & (expert < self._shape.experts)
+      bit = lax.shift_left(jnp.int32(1), expert & 31)
+      word |= jnp.where(mine, bit, 0)
+    return word
+
+  def locate(self, work, tiles):
+    """The item number `work` of `number` times `tiles`."""
+    slot, tile = lax.div(work, tiles), lax.rem(work, tiles)
+    bits, skip, expert = self._words[0], slot, jnp.int32(0)
+    for w in range(1, len(self._words)):
+      beyond = slot >= self._ends[w - 1]
+      bits = jnp.where(beyond, self._words[w], bits)
+      skip = jnp.where(beyond, slot - self._ends[w - 1], skip)
+      expert = jnp.where(beyond, 32 * w, expert)
+    for half in (16, 8, 4, 2, 1):  # The bit with `skip` others below it.
+      below = routing.count_bits(bits & ((1 << half) - 1))
+      upper = skip >= below
+      skip = jnp.where(upper, skip - below, skip)
+      shifted = lax.shift_right_logical(bits, jnp.int32(half))
+      bits = jnp.where(upper, shifted, bits)
+      expert = jnp.where(upper, expert + half, expert)
+    columns = jnp.int32(self._cut.width)
+    return Item(expert, tile, 0, slot * columns, columns)
+
+  def column_weights(self, item, offset):
+    """The weights of the item's columns from `offset` on, `[64, columns]`."""
+    del offset  # One warpgroup has all the columns.
+    shape = (TILE, self._cut.columns)
+    column = plgpu.broadcasted_iota(
+      jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA
+    )
+    weights = jnp.where(column < 0, 1.0, 0.0)
+    for token in range(self._shape.tokens):
+      weight = jnp.float32(0.0)
+      for k in range(self._shape.choices):
+        chosen = self._ids[token, k] == item.expert
+        weight += jnp.where(chosen, self._weights[token, k], 0.0)
+      weights = jnp.where(column == token, weight, weights)
+    return weights
+
+
+class Grouped:
+  """Items of the grouped form: rows of the table of `routing.group`."""
+
+  def __init__(self, tables, shape, cut):
+    del shape
+    self._table, number, self._weights = tables
+    self._cut = cut
+    self.number = number[0]
+
+  def locate(self, work, tiles):
+    """The item number `work` of `number` times `tiles`."""
+    entry = lax.div(work, tiles)
+    expert, first, number, start, count = (
+      self._table[entry, field] for field in range(5)
+    )
+    # An expert's tiles of rows come next to each other for every tile of its
+    # weights, so that these are in the L2 from the second on.
+    within = work - first * tiles
+    part, tile = lax.rem(within, number), lax.div(within, number)
+    # As a multiple, so that Mosaic sees that rows start where its tiles do.
+    row = (start + part * (self._cut.width // routing.ALIGN)) * routing.ALIGN
+    return Item(expert, tile, row, row, count - part * self._cut.width)
+
+  def column_weights(self, item, offset):
+    """The weights of the item's columns from `offset` on, `[64, columns]`."""
+    columns = self._cut.columns
+    weights = plgpu.load(
+      self._weights.at[pl.ds(item.row + offset, columns)],
+      layout=plgpu.Layout.WGMMA.reduce(0),
+      optimized=False,
+    )
+    return lax.broadcast_in_dim(weights, (TILE, columns), (1,))
