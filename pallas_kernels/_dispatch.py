@@ -1,5 +1,7 @@
 """Choice of an implementation by name, the same for every op."""
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,10 +27,10 @@ def select(
   if implementation is None:
     return next(iter(implementations.values()))
   if implementation not in implementations:
-    choices = ", ".join(repr(name) for name in implementations)
+    choices = ', '.join(repr(name) for name in implementations)
     raise ValueError(
-      f"implementation: {op} has no {implementation!r} here; "
-      f"choices: {choices} or None for the best one"
+      f'implementation: {op} has no {implementation!r} here; '
+      f'choices: {choices} or None for the best one'
     )
   return implementations[implementation]
 
@@ -39,10 +41,10 @@ def hopper_gpu() -> bool:
   Kernels for Mosaic use Hopper's instructions; on older and newer GPUs, and on
   the CPU, `implementation=None` takes the reference.
   """
-  if jax.default_backend() != "gpu":
+  if jax.default_backend() != 'gpu':
     return False
-  capability = getattr(jax.devices()[0], "compute_capability", "")
-  return str(capability).split(".")[0] == "9"
+  capability = getattr(jax.devices()[0], 'compute_capability', '')
+  return str(capability).split('.')[0] == '9'
 
 
 def with_mosaic(
@@ -71,4 +73,14 @@ def with_mosaic(
     return select(op, found, implementation)
   if implementation == 'mosaic_gpu':
     raise ValueError(f'implementation: {op} has no mosaic_gpu here: {reason}')
+  if implementation is None and jax.default_backend() == 'gpu':
+    _say_once(op, reason)
   return select(op, {'reference': reference}, implementation)
+
+
+@functools.cache
+def _say_once(op: str, reason: str) -> None:
+  """On a GPU people expect the kernel: say why they get the reference."""
+  logging.getLogger('pallas_kernels').warning(
+    '%s takes the reference: %s', op, reason
+  )

@@ -6,10 +6,13 @@ from typing import Any
 
 import jax
 
+import pallas_kernels
 from kdtree_jax.config import DecodeConfig, ModelConfig
 from kdtree_jax.drafters.base import Drafter, TargetHead
 from kdtree_jax.errors import UserError
 from kdtree_jax.model import Transformer
+
+KERNELS = ('auto', *pallas_kernels.IMPLEMENTATIONS)
 
 # {'target': ..., 'drafter': ...}
 Params = dict[str, Any]
@@ -40,6 +43,13 @@ class Engine:
       raise UserError(
         f'block_size={d.draft_depth + 1}, but the drafter drafts blocks of '
         f'{self.drafter.block_size}'
+      )
+    if d.kernels not in KERNELS:
+      raise UserError(f'kernels={d.kernels} is none of {", ".join(KERNELS)}')
+    if d.kernels == 'mosaic_gpu' and not pallas_kernels.hopper_gpu():
+      raise UserError(
+        'kernels=mosaic_gpu needs a Hopper GPU; kernels=auto takes what there '
+        'is'
       )
     if d.capacity > self.config.max_position_embeddings:
       raise UserError(

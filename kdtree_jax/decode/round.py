@@ -160,13 +160,7 @@ def commit_path(
     tokens=_write_tokens(state, acceptance),
     done=state.done | cut | stopped,
     stopped=state.stopped | stopped,
-    cache=commit(
-      state.cache,
-      out.rows,
-      acceptance.path,
-      new_length,
-      engine.decode.implementation,
-    ),
+    cache=commit(state.cache, out.rows, acceptance.path, new_length),
     drafter_state=drafter_state,
     stats=_record(state, tree, acceptance, active),
   )
@@ -285,9 +279,7 @@ def prefill_chunk(
     drafter_state = engine.drafter.commit(
       params['drafter'], drafter_state, out.features, state.length
     )
-  cache = commit(
-    state.cache, out.rows, path, new_length, engine.decode.implementation
-  )
+  cache = commit(state.cache, out.rows, path, new_length)
   return out, state.replace(cache=cache, drafter_state=drafter_state)
 
 

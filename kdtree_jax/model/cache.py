@@ -39,7 +39,6 @@ def commit(
   rows: jax.Array,
   path: jax.Array,
   new_length: jax.Array,
-  implementation: str | None = None,
 ) -> KVCache:
   """Writes the rows `path` of `rows` behind the committed ones.
 
@@ -49,9 +48,6 @@ def commit(
     path: `[B, W]` int32 indices into N. All W are written; what is not
       committed lies behind `new_length` and is never read.
     new_length: `[B]` int32.
-    implementation: of the `cache_compact` op.
   """
-  latent = cache_compact(
-    cache.latent, rows, path, cache.length, implementation=implementation
-  )
+  latent = cache_compact(cache.latent, rows, path, cache.length)
   return KVCache(latent=latent, length=new_length)

@@ -24,6 +24,7 @@ FLAGS = (
   'tree_policy',
   'chain_seed',
   'dtype',
+  'kernels',
   'output',
 )
 
@@ -54,6 +55,7 @@ def run(config: RunConfig) -> int:
         max_new_tokens=config.max_new_tokens or defaults.max_new_tokens,
         tree_policy=config.tree_policy or defaults.tree_policy,
         chain_seed=bool(config.chain_seed),
+        kernels=config.kernels or defaults.kernels,
       )
     print(f'budget {budget}: {verdict(report)}')
     reports.append({'tree_budget': budget} | dataclasses.asdict(report))
