@@ -187,7 +187,7 @@ class ModelConfig:
     Every feature that is on stays on: q_lora, groups, shared experts, YaRN,
     dense and sparse layers, and which of two head dims is the larger.
     """
-    layers = min(self.num_hidden_layers, 3)
+    layers = min(self.num_hidden_layers, 2)
     types = tuple(
       'sparse' if self.is_moe_layer(i) else 'dense'
       for i in range(self.num_hidden_layers)
@@ -244,11 +244,20 @@ class ModelConfig:
     return cls(**fields)
 
 
+SLIDING = 'sliding_attention'
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
   """A DFlash drafter: Qwen3-type layers over a block of masks.
 
   `target_layer_ids` are 0-based decoder layers whose raw output is tapped.
+  `layer_types` and `sliding_window` are those of Hugging Face; a query sees a
+  key that is less than a window behind it, or behind the root if
+  `window_from_root`. `causal` says whether a slot of the block sees the later
+  ones; None: it does except in sliding layers. `draft_vocab_size` is the size
+  of a head of its own, with a table `d2t` from its ids to the target's; None
+  is the target's head. Likewise `own_embedding`.
   """
 
   hidden_size: int
@@ -267,6 +276,12 @@ class DrafterConfig:
   rope_scaling: RopeScaling | None = None
   attention_bias: bool = False
   max_position_embeddings: int = 4096
+  layer_types: tuple[str, ...] | None = None
+  sliding_window: int | None = None
+  window_from_root: bool = False
+  causal: bool | None = None
+  draft_vocab_size: int | None = None
+  own_embedding: bool = False
 
   def __post_init__(self):
     for name in (
@@ -292,6 +307,47 @@ class DrafterConfig:
       f'mask_token_id={self.mask_token_id} is outside the vocabulary of '
       f'{self.vocab_size}',
     )
+    self._check_layer_types()
+    if self.draft_vocab_size is not None:
+      _require(
+        1 <= self.draft_vocab_size <= self.vocab_size,
+        f'draft_vocab_size={self.draft_vocab_size} is not in '
+        f'1..{self.vocab_size}',
+      )
+
+  def _check_layer_types(self) -> None:
+    types = self.layer_types or ()
+    if self.layer_types is not None:
+      _require(
+        len(types) == self.num_hidden_layers,
+        f'layer_types has {len(types)} entries for '
+        f'{self.num_hidden_layers} layers',
+      )
+    known = {'full_attention', SLIDING}
+    for kind in types:
+      _require(
+        kind in known,
+        f'layer_types holds {kind!r}, none of {", ".join(sorted(known))}',
+      )
+    if SLIDING in types:
+      _require(
+        self.sliding_window is not None and self.sliding_window > 0,
+        f'sliding_window={self.sliding_window} must be positive where '
+        f'layer_types holds {SLIDING}',
+      )
+
+  def window(self, layer: int) -> int | None:
+    """Positions that a query of this layer looks back, itself included."""
+    sliding = (
+      self.layer_types is not None and self.layer_types[layer] == SLIDING
+    )
+    return self.sliding_window if sliding else None
+
+  def is_causal(self, layer: int) -> bool:
+    """Whether a slot of the block is hidden from the earlier ones."""
+    if self.causal is not None:
+      return self.causal
+    return self.window(layer) is not None
 
   def to_dict(self) -> dict[str, Any]:
     """JSON-ready fields; `from_dict` is the inverse."""
@@ -309,7 +365,9 @@ class DrafterConfig:
       fields['rope_scaling'] = RopeScaling(
         **check_fields(RopeScaling, fields['rope_scaling'])
       )
-    fields['target_layer_ids'] = tuple(fields['target_layer_ids'])
+    for name in ('target_layer_ids', 'layer_types'):
+      if fields.get(name) is not None:
+        fields[name] = tuple(fields[name])
     return cls(**fields)
 
 
@@ -352,8 +410,12 @@ class DecodeConfig:
 
   @property
   def cache_rows(self) -> int:
-    """S: the capacity and slack for one write of fixed width behind it."""
-    return self.capacity + max(self.draft_depth + 1, self.prefill_chunk)
+    """S: the capacity and slack for one write of fixed width behind it.
+
+    A multiple of 8 rows, which is what the attention kernel loads at a time.
+    """
+    rows = self.capacity + max(self.draft_depth + 1, self.prefill_chunk)
+    return -(-rows // 8) * 8
 
   @property
   def implementation(self) -> str | None:

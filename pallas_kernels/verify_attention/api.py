@@ -15,12 +15,9 @@ import jax
 
 from pallas_kernels import _checks, _dispatch
 from pallas_kernels.tree_build import bits
-from pallas_kernels.verify_attention import reference
+from pallas_kernels.verify_attention import mosaic_gpu, reference
 
 __all__ = ('verify_attention',)
-
-# Best first: what None picks.
-_IMPLEMENTATIONS = {'reference': reference.verify_attention}
 
 
 def verify_attention(
@@ -53,14 +50,15 @@ def verify_attention(
     scale: softmax scale, static.
     ancestors: `[B, N, ceil(N / 32)]` uint32 as in `tree_build.bits`, or None
       for a chain: node i sees the new rows j <= i.
-    implementation: None for the best available, or "reference".
+    implementation: "reference", "mosaic_gpu" (bfloat16 on a Hopper GPU, see
+      `mosaic_gpu.supported`), or None for the best that runs.
 
   Returns:
     `[B, N, H, R]` in the query's dtype.
 
   Raises:
     ValueError: wrong shapes or dtypes, `layer` or `value_dim` out of range, a
-      scale that is not finite, or an implementation that is not there.
+      scale that is not finite, or an implementation that cannot run here.
   """
   query = _checks.check_array('query', query, (None,) * 4, _checks.FLOATS)
   batch, n, _, width = query.shape
@@ -76,6 +74,12 @@ def verify_attention(
     ancestors = _checks.check_array(
       'ancestors', ancestors, (batch, n, bits.num_words(n)), ('uint32',)
     )
-  run = _dispatch.select('verify_attention', _IMPLEMENTATIONS, implementation)
+  run = _dispatch.with_mosaic(
+    'verify_attention',
+    mosaic_gpu.verify_attention,
+    reference.verify_attention,
+    implementation,
+    mosaic_gpu.supported(query, cache, rows, value_dim, ancestors),
+  )
   static = dict(layer=layer, value_dim=value_dim, scale=float(scale))
   return run(query, cache, rows, lengths, ancestors=ancestors, **static)

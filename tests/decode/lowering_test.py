@@ -1,0 +1,68 @@
+"""The whole loop with its kernels, lowered for a Hopper GPU on any machine."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import pallas_kernels
+from kdtree_jax.config import DecodeConfig, load_config
+from kdtree_jax.decode import Engine, init_state
+from kdtree_jax.decode.generate import decode_loop
+from kdtree_jax.decode.programs import PROGRAMS
+from kdtree_jax.decode.round import prefill
+from kdtree_jax.drafters.dflash import DFlashDrafter
+from kdtree_jax.model import abstract_params
+from pallas_kernels import _dispatch
+
+HOPPER = AbstractMesh(
+  (), (), abstract_device=AbstractDevice('NVIDIA H200', 132, 'gpu')
+)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+  """Dispatch as on the GPU; what was traced for the CPU is forgotten."""
+  monkeypatch.setattr(_dispatch, 'hopper_gpu', lambda: True)
+  monkeypatch.setattr(pallas_kernels, 'hopper_gpu', lambda: True)
+  jax.clear_caches()
+  with jax.sharding.use_abstract_mesh(HOPPER):
+    yield
+  PROGRAMS.clear()
+  jax.clear_caches()
+
+
+@pytest.mark.parametrize(('budget', 'batch'), ((16, 1), (64, 2)))
+def test_loop_and_prefill_use_the_kernels(hopper, budget, batch):
+  """Two layers, one dense and one sparse, of Moonlight's real sizes."""
+  config = dataclasses.replace(load_config('moonlight'), num_hidden_layers=2)
+  drafter = DFlashDrafter.create(config, 16)
+  decode = DecodeConfig(
+    tree_budget=budget,
+    draft_depth=15,
+    capacity=2048,
+    prefill_chunk=256,
+    kernels='mosaic_gpu',
+  )
+  engine = Engine(config, drafter, decode)
+  bfloat16 = jnp.bfloat16
+  params = {
+    'target': abstract_params(config, bfloat16),
+    'drafter': jax.eval_shape(
+      functools.partial(drafter.init_params, dtype=bfloat16),
+      jax.random.key(0),
+    ),
+  }
+  state = jax.eval_shape(
+    lambda: init_state(engine, [[1]] * batch, [4] * batch, (), bfloat16)
+  )
+  # Attention and two products of the experts; the loop also builds and walks
+  # trees. The same kernel in two layers may be lowered once.
+  for function, least in ((prefill, 3), (decode_loop, 5)):
+    traced = jax.jit(function, static_argnums=0).trace(engine, params, state)
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+    count = text.count('custom_call @mosaic_gpu')
+    assert count >= least, f'{function.__name__}: {count} kernels'

@@ -1,0 +1,280 @@
+"""Mosaic attention: interpreted on the CPU, and lowered for a Hopper GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels.verify_attention import (
+  api,
+  bench_cases,
+  mosaic_gpu,
+  reference,
+)
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+R, C, LAYER = 128, 192, 1
+SCALE = C**-0.5
+
+
+def make_inputs(n, heads, capacity, lengths, chain=False, seed=0):
+  """Inputs with NaN wherever nothing may be read, and the mask."""
+  rng = np.random.default_rng(seed)
+  batch = len(lengths)
+  query = rng.normal(size=(batch, n, heads, C))
+  cache = rng.normal(size=(2, batch, capacity, C))
+  rows = rng.normal(size=(batch, n, C))
+  mask = np.tril(np.ones((batch, n, n), bool))
+  if not chain:
+    mask &= rng.random((batch, n, n)) < 0.4
+    mask[:, np.arange(n), np.arange(n)] = True
+  if not chain and n > 2:
+    # The last node of the first sequence is padding; the second one sees
+    # nothing but is seen.
+    mask[0, -1] = mask[0, :, -1] = mask[0, 1] = False
+    mask[0, 0, 1] = True
+  for b, length in enumerate(lengths):
+    cache[:, b, length:] = np.nan
+    rows[b, ~mask[b].any(axis=0)] = np.nan
+  cache[1 - LAYER] = np.nan
+  arrays = [jnp.asarray(a, jnp.bfloat16) for a in (query, cache, rows)]
+  return (*arrays, jnp.asarray(lengths, jnp.int32), pack(mask, chain)), mask
+
+
+def pack(mask, chain=False):
+  if chain:
+    return None
+  batch, n, _ = mask.shape
+  padded = np.zeros((batch, n, -(-n // 32) * 32), np.uint8)
+  padded[..., :n] = mask
+  words = np.packbits(padded, axis=-1, bitorder='little')
+  return jnp.asarray(np.ascontiguousarray(words).view(np.uint32))
+
+
+def exact(inputs, mask, scale=SCALE):
+  """Softmax over exactly the visible rows, in float64."""
+  query, cache, rows, lengths = (
+    np.asarray(a.astype(jnp.float32), np.float64) for a in inputs[:4]
+  )
+  out = np.zeros((*query.shape[:3], R))
+  for b, i in np.ndindex(query.shape[:2]):
+    prefix = cache[LAYER, b, : int(lengths[b])]
+    keys = np.concatenate([prefix, rows[b, mask[b, i]]])
+    if len(keys):
+      scores = scale * query[b, i] @ keys.T
+      weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+      weights /= weights.sum(axis=1, keepdims=True)
+      out[b, i] = weights @ keys[:, :R]
+  return out
+
+
+@functools.partial(jax.jit, static_argnames=('splits', 'scale'))
+def attend(query, cache, rows, lengths, ancestors, splits=1, scale=SCALE):
+  return mosaic_gpu.verify_attention(
+    query,
+    cache,
+    rows,
+    lengths,
+    layer=LAYER,
+    value_dim=R,
+    scale=scale,
+    ancestors=ancestors,
+    splits=splits,
+    interpret=INTERPRET,
+  )
+
+
+def plain(query, cache, rows, lengths, ancestors, scale=SCALE):
+  return reference.verify_attention(
+    query,
+    cache,
+    rows,
+    lengths,
+    layer=LAYER,
+    value_dim=R,
+    scale=scale,
+    ancestors=ancestors,
+  )
+
+
+def error(value, truth):
+  value = np.asarray(value.astype(jnp.float32), np.float64)
+  return np.linalg.norm(value - truth) / np.linalg.norm(truth)
+
+
+def interpreted(*inputs, **options):
+  out = jax.block_until_ready(attend(*inputs, **options))
+  assert not gpu_callbacks.get_races().races_found
+  return out
+
+
+def check(n, heads, capacity, lengths, chain=False, **options):
+  inputs, mask = make_inputs(n, heads, capacity, lengths, chain)
+  out = interpreted(*inputs, **options)
+  truth = exact(inputs, mask)
+  assert error(out, truth) <= 2 * error(plain(*inputs), truth)
+  blind = ~mask.any(axis=2) & (np.asarray(lengths) == 0)[:, None]
+  assert not np.any(np.asarray(out.astype(jnp.float32))[blind])
+
+
+@pytest.mark.parametrize('capacity', [8, 200])
+def test_edges_of_the_cache_as_a_tree(capacity):
+  """No row, an odd number of rows and a full cache in one batch."""
+  check(9, 5, capacity, [0, capacity - 1, capacity])
+
+
+def test_more_nodes_than_a_tile_as_a_tree():
+  check(67, 1, 136, [129])
+
+
+def test_more_nodes_than_a_tile_as_a_chain():
+  """Two tiles of queries, the first of which needs one tile of nodes."""
+  check(75, 1, 136, [63], chain=True)
+
+
+def test_odd_numbers_of_heads_and_tiles_as_a_chain():
+  check(30, 3, 64, [0], chain=True)
+
+
+def test_splits_of_one_tile_and_of_none():
+  check(3, 2, 128, [0, 100], splits=4)
+
+
+def test_a_decode_step_in_splits():
+  check(1, 3, 512, [500], chain=True, splits=2)
+
+
+def test_very_low_scores_survive():
+  """All scores are about -1e4, and maxima rise from tile to tile."""
+  (query, cache, rows, lengths, words), mask = make_inputs(4, 2, 256, [250])
+  ramp = jnp.asarray(np.linspace(-200, -100, 256), jnp.bfloat16)
+  query = query.at[..., -1].set(64.0)
+  cache = cache.at[LAYER, 0, :250, -1].set(ramp[:250])
+  rows = rows.at[..., -1].set(jnp.where(jnp.isnan(rows[..., -1]), jnp.nan, -99))
+  inputs = (query, cache, rows, lengths, words)
+  out, truth = interpreted(*inputs, scale=1.0), exact(inputs, mask, 1.0)
+  assert error(out, truth) <= 2 * error(plain(*inputs, scale=1.0), truth)
+
+
+def test_a_scale_below_zero():
+  inputs, mask = make_inputs(4, 2, 64, [33])
+  truth = exact(inputs, mask, -0.1)
+  out = interpreted(*inputs, scale=-0.1)
+  assert error(out, truth) <= 2 * error(plain(*inputs, scale=-0.1), truth)
+
+
+def test_same_bits_twice_and_whatever_others_hold():
+  inputs, mask = make_inputs(9, 2, 72, [3, 65], seed=3)
+  query, _, rows, _, _ = inputs
+  out = interpreted(*inputs)
+  np.testing.assert_array_equal(interpreted(*inputs), out)
+  # A row large enough to move the maxima of those that see it, and a neighbour
+  # in the batch that is NaN all over.
+  rows, query = rows.at[0, 5].set(30), query.at[1].set(jnp.nan)
+  changed = interpreted(query, inputs[1], rows, *inputs[3:])
+  blind = ~mask[0, :, 5]
+  np.testing.assert_array_equal(out[0, blind], changed[0, blind])
+  assert np.any(out[0, ~blind] != changed[0, ~blind])
+  assert np.isnan(changed[1].astype(jnp.float32)).all()
+
+
+H200 = AbstractDevice('NVIDIA H200', 132, 'gpu')
+
+
+def lower(batch, n, heads, capacity, chain=False, value_dim=512):
+  """Lowers for CUDA; returns the program's text."""
+  width = value_dim + 64
+  arrays = [
+    jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    for shape in (
+      (batch, n, heads, width),
+      (2, batch, capacity, width),
+      (batch, n, width),
+    )
+  ]
+  arrays.append(jax.ShapeDtypeStruct((batch,), jnp.int32))
+  if not chain:
+    arrays.append(jax.ShapeDtypeStruct((batch, n, -(-n // 32)), jnp.uint32))
+
+  def run(query, cache, rows, lengths, ancestors=None):
+    return mosaic_gpu.verify_attention(
+      query,
+      cache,
+      rows,
+      lengths,
+      layer=LAYER,
+      value_dim=value_dim,
+      scale=SCALE,
+      ancestors=ancestors,
+    )
+
+  with jax.sharding.use_abstract_mesh(
+    AbstractMesh((), (), abstract_device=H200)
+  ):
+    traced = jax.jit(run).trace(*arrays)
+    return traced.lower(lowering_platforms=('cuda',)).as_text()
+
+
+@pytest.mark.parametrize(
+  ('batch', 'n', 'heads', 'capacity', 'chain', 'value_dim'),
+  [
+    (1, 64, 64, 32768, False, 512),
+    (1, 17, 16, 4096, False, 512),
+    (1, 1, 64, 32768, False, 512),
+    (1, 1025, 128, 8192, False, 512),
+    (1, 2048, 16, 4096, True, 512),
+    (3, 1, 1, 8, True, 384),
+    (2, 5, 20, 1000, False, 128),
+  ],
+)
+def test_lowers_for_hopper(batch, n, heads, capacity, chain, value_dim):
+  text = lower(batch, n, heads, capacity, chain, value_dim)
+  assert 'mosaic_gpu' in text
+
+
+@pytest.mark.parametrize(
+  ('row_tiles', 'key_tiles', 'splits'),
+  [(64, 513, 2), (16, 513, 8), (5, 65, 22), (1, 513, 129), (2050, 140, 1)],
+)
+def test_splits_fill_the_multiprocessors(row_tiles, key_tiles, splits):
+  assert mosaic_gpu._num_splits(1, row_tiles, key_tiles, 512) == splits
+
+
+def test_bench_cases_have_the_shapes_they_name():
+  for case in bench_cases.cases():
+    shapes = jax.eval_shape(case.make_inputs, jax.random.key(0))
+    query, cache, rows, lengths, *ancestors = shapes
+    heads, nodes = query.shape[2], query.shape[1]
+    assert case.name.startswith(f'{heads} heads')
+    assert str(nodes) in case.name
+    words = ancestors[0] if ancestors else None
+    assert mosaic_gpu.supported(query, cache, rows, 512, words) is None
+    assert case.flops > 0 and case.bytes > 0
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'width', 'value_dim', 'capacity', 'reason'),
+  [
+    ('float32', 576, 512, 64, 'bfloat16'),
+    ('bfloat16', 160, 128, 64, 'rope'),
+    ('bfloat16', 160, 96, 64, 'value_dim'),
+    ('bfloat16', 704, 640, 64, 'value_dim'),
+    ('bfloat16', 192, 128, 60, 'multiple of 8'),
+    ('bfloat16', 192, 128, 0, 'multiple of 8'),
+  ],
+)
+def test_what_it_does_not_take(dtype, width, value_dim, capacity, reason):
+  query = jnp.zeros((1, 2, 3, width), dtype)
+  cache = jnp.zeros((1, 1, capacity, width), dtype)
+  arguments = (query, cache, query[:, :, 0], jnp.zeros((1,), jnp.int32))
+  options = dict(layer=0, value_dim=value_dim, scale=1.0, ancestors=None)
+  with pytest.raises(ValueError, match=f'^implementation.*{reason}'):
+    mosaic_gpu.verify_attention(*arguments, **options)
+  with pytest.raises(ValueError, match='^implementation.*mosaic_gpu here'):
+    api.verify_attention(*arguments, **options, implementation='mosaic_gpu')
+  assert api.verify_attention(*arguments, **options).dtype == dtype
