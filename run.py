@@ -29,6 +29,7 @@ from absl import app, flags, logging
 from kdtree_jax import registry
 from kdtree_jax.api import WEIGHTS
 from kdtree_jax.config import config_names
+from kdtree_jax.decode.engine import KERNELS
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import MODES
 from kdtree_jax.modes.run_config import RunConfig
@@ -166,6 +167,13 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_integer(
   'prefill_chunk', None, 'generate: prompt tokens a prefill step. Default: 64.'
+)
+flags.DEFINE_enum(
+  'kernels',
+  None,
+  KERNELS,
+  'generate, audit: auto, the default, takes the Mosaic kernels on a Hopper '
+  'GPU and the plain reference elsewhere; a name insists on one of them.',
 )
 flags.DEFINE_string(
   'output',

@@ -111,6 +111,7 @@ def load_drafter(
   path_or_name: str | os.PathLike,
   target: Target,
   block_size: int | None = None,
+  attention_factor: float | None = None,
 ) -> LoadedDrafter:
   """Loads a DFlash drafter, or makes a stub by its name.
 
@@ -120,6 +121,8 @@ def load_drafter(
     target: that it will draft for.
     block_size: 1 + positions drafted a round. Default: the trained block, 8
       for a stub. A smaller one uses the first positions of the trained block.
+    attention_factor: replaces the amplitude of the drafter's YaRN, about
+      which engines disagree; it changes the acceptance, never the output.
 
   Raises:
     UserError: no such drafter, or one that does not fit the target.
@@ -128,6 +131,8 @@ def load_drafter(
   if name in registry.names('drafter'):
     size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
     _check_block_size(size, None)
+    if attention_factor is not None:
+      raise UserError(f'drafter_attention_factor is not used by {name}')
     drafter = registry.get('drafter', name).create(target.config, size)
     params = drafter.init_params(jax.random.key(0), target.dtype)
     return LoadedDrafter(name, drafter, params)
@@ -142,10 +147,12 @@ def load_drafter(
       known = ', '.join(registry.names('drafter'))
       raise UserError(f'drafter {name!r} is neither a path nor one of {known}')
     folder = _folder(path, 'drafter')
+    where = folder / 'config.json'
     config = huggingface.drafter_config(
-      huggingface.read_json(folder / 'config.json')
+      huggingface.read_json(where), str(where), target.config.num_hidden_layers
     )
     source = SafetensorsSource(folder)
+  config = huggingface.with_attention_factor(config, attention_factor)
   _check_fit(config, target.config, name)
   size = config.block_size if block_size is None else block_size
   _check_block_size(size, config.block_size)

@@ -3,13 +3,14 @@
   python -m pallas_kernels.bench --ops=tree_build,tree_accept --output=out.jsonl
 
 Each case (`pallas_kernels/<op>/bench_cases.py`) is checked before it is timed.
-A time is the median over several runs of a loop on the device. The two ceilings,
-a large copy and a large bf16 product on random data, are measured in the same
-run, since GPUs of one model differ by a few per cent.
+A time is the median over several runs of a loop on the device. The two
+ceilings, a large copy and a large bf16 product on random data, are measured in
+the same run, since GPUs of one model differ by a few per cent.
 """
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import pkgutil
@@ -29,6 +30,7 @@ REPETITIONS = 7
 LOOP_SECONDS = 0.02  # what one run of a loop should take at the ceilings' rate
 MIN_CALL_SECONDS = 5e-6  # taken for the shortest call when counting iterations
 MAX_ITERATIONS = 400
+UNROLL = 8
 COPY_BYTES = 1 << 30
 PRODUCT_SIZE = 8192
 # Good guesses, to count iterations before the ceilings are known.
@@ -122,22 +124,35 @@ def find_cases(ops: Sequence[str] = ()) -> Iterator[BenchCase]:
 
 
 def device_loop(
-  call: Callable[..., Any], iterations: int, in_place: bool = False
+  call: Callable[..., Any],
+  iterations: int,
+  unroll: int = 1,
+  in_place: bool = False,
 ) -> Callable[..., Any]:
-  """A jitted function that makes `iterations` calls, one after the other.
+  """A jitted function that makes `iterations * unroll` calls in a row.
 
-  It takes the inputs and the output of a first call, and returns the last
-  output. The barrier makes the inputs of a call depend on the output before.
+  It takes the inputs and the output of a first call and returns both, the
+  inputs to be used again. The barrier makes the inputs of a call depend on the
+  output before. In place, the output is the first input of the next call.
   """
 
-  def body(_, state):
-    inputs, output = lax.optimization_barrier(state)
-    output = call(*inputs)
-    return ((output, *inputs[1:]) if in_place else inputs), output
+  def step(inputs, output):
+    if in_place:
+      inputs = lax.optimization_barrier(inputs)
+      return (call(*inputs), *inputs[1:]), None
+    inputs, output = lax.optimization_barrier((inputs, output))
+    return inputs, call(*inputs)
 
-  @jax.jit
-  def loop(inputs, output):
-    return lax.fori_loop(0, iterations, body, (inputs, output))[1]
+  def body(_, state):
+    for _ in range(unroll):
+      state = step(*state)
+    return state
+
+  @functools.partial(jax.jit, donate_argnums=(0,) if in_place else ())
+  def loop(first, others, output):
+    state = ((first, *others), None if in_place else output)
+    (first, *_), output = lax.fori_loop(0, iterations, body, state)
+    return first if in_place else output
 
   return loop
 
@@ -146,24 +161,27 @@ def seconds_per_call(
   call: Callable[..., Any],
   inputs: tuple[Any, ...],
   iterations: int,
+  unroll: int = 1,
   in_place: bool = False,
 ) -> float:
   """Median over `REPETITIONS` loops, in seconds a call."""
-  loop = device_loop(call, iterations, in_place)
-  output = jax.jit(call)(*inputs)
-  jax.block_until_ready(loop(inputs, output))
+  loop = device_loop(call, iterations, unroll, in_place)
+  first, others = inputs[0], inputs[1:]
+  # An update in place takes its input with it: here, a copy.
+  state = jnp.copy(first) if in_place else jax.jit(call)(*inputs)
   times = []
-  for _ in range(REPETITIONS):
+  for _ in range(1 + REPETITIONS):
     start = time.perf_counter()
-    jax.block_until_ready(loop(inputs, output))
-    times.append((time.perf_counter() - start) / iterations)
-  return statistics.median(times)
+    state = loop(state if in_place else first, others, state)
+    jax.block_until_ready(state)
+    times.append((time.perf_counter() - start) / (iterations * unroll))
+  return statistics.median(times[1:])  # the first one compiles
 
 
 def measure_ceilings() -> Ceilings:
   """Measures copy bandwidth, bf16 product rate and a loop's own cost."""
   x = jax.random.normal(jax.random.key(0), (COPY_BYTES // 4,), jnp.float32)
-  copy = seconds_per_call(lambda x: x + 1, (x,), 10, in_place=True)
+  copy = seconds_per_call(lambda x: x + 1, (x,), 20, in_place=True)
   del x
   shape = (PRODUCT_SIZE, PRODUCT_SIZE)
   a, b = (
@@ -171,7 +189,9 @@ def measure_ceilings() -> Ceilings:
   )
   product = seconds_per_call(lambda a, b: a @ b, (a, b), 10)
   small = jnp.zeros((128,), jnp.float32)
-  loop = seconds_per_call(lambda x: x + 1, (small,), MAX_ITERATIONS, True)
+  loop = seconds_per_call(
+    lambda x: x + 1, (small,), MAX_ITERATIONS, in_place=True
+  )
   return Ceilings(
     jax.devices()[0].device_kind,
     2 * COPY_BYTES / copy,
@@ -198,9 +218,13 @@ def run_case(case: BenchCase, ceilings: Ceilings) -> dict[str, Any]:
     )
     iterations = int(LOOP_SECONDS / max(floor, MIN_CALL_SECONDS))
     iterations = max(10, min(iterations, MAX_ITERATIONS))
-    kernel = seconds_per_call(case.kernel, inputs, iterations, case.in_place)
+    # Several short calls an iteration: the loop itself costs microseconds.
+    unroll = UNROLL if iterations == MAX_ITERATIONS else 1
+    kernel = seconds_per_call(
+      case.kernel, inputs, iterations // unroll, unroll, case.in_place
+    )
     reference = seconds_per_call(
-      case.reference, inputs, max(10, iterations // 10), case.in_place
+      case.reference, inputs, max(10, iterations // 10), 1, case.in_place
     )
   # A kernel that does not compile must not hide what the others reach.
   except Exception as error:  # noqa: BLE001

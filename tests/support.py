@@ -8,12 +8,15 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from kdtree_jax import api, reference
-from kdtree_jax.config import ModelConfig, load_config
+from kdtree_jax.config import ModelConfig, config_names, load_config
 from kdtree_jax.io import huggingface
 from kdtree_jax.io.tensors import MappingSource
+from kdtree_jax.modes.make_bundle import can_generate
 
 DATA = pathlib.Path(__file__).parent / 'data'
 FIXTURES = tuple(sorted(p.name for p in DATA.iterdir() if p.is_dir()))
+# The variants of bundles; the others in configs/ are real models.
+SMALL = tuple(n for n in config_names() if can_generate(load_config(n)))
 TRACED = tuple(
   name for name in FIXTURES if (DATA / name / 'ddtree_trace.json').exists()
 )

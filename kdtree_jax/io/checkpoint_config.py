@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdtree_jax.config import DrafterConfig, ModelConfig, RopeScaling
-from kdtree_jax.drafters.dflash import default_target_layer_ids
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.fields import (
   MAX_FLOAT,
   MAX_INT,
   REQUIRED,
   Fields,
-  is_inert,
 )
 from kdtree_jax.io.files import show
 from kdtree_jax.io.quantization import Quantization, read_quantization
@@ -27,14 +25,13 @@ from kdtree_jax.io.tensors import CheckpointError, read_json
 MODEL_TYPES = ('deepseek_v2', 'deepseek_v3', 'kimi_k2', 'glm4_moe_lite')
 # Multimodal wrappers: the language model's config lies in `text_config`.
 WRAPPER_TYPES = ('kimi_k25',)
-DRAFTER_ARCHITECTURE = 'DFlashDraftModel'
 
 # More layers than any model has: a config must not make us count for hours.
 _MAX_LAYERS = 4096
 
 # Housekeeping: names, dtypes, special tokens that the loop does not use,
 # training and sampling settings. Whatever they say, the logits are the same.
-_HOUSEKEEPING = frozenset(
+HOUSEKEEPING = frozenset(
   '_attn_implementation _name_or_path architectures attention_dropout '
   'attn_implementation auto_map bos_token_id chunk_size_feed_forward '
   'diversity_penalty dtype id2label initializer_range label2id '
@@ -43,7 +40,7 @@ _HOUSEKEEPING = frozenset(
   'temperature top_k top_p torch_dtype transformers_version typical_p '
   'use_cache'.split()
 )
-_IGNORED_IN_TARGET = _HOUSEKEEPING | {
+_IGNORED_IN_TARGET = HOUSEKEEPING | {
   # Training only.
   'aux_loss_alpha',
   'ep_size',
@@ -57,7 +54,7 @@ _IGNORED_IN_TARGET = _HOUSEKEEPING | {
   'num_nextn_predict_layers',
   'quantization_config',  # `quantization` reads it
 }
-_IGNORED_IN_WRAPPER = _HOUSEKEEPING | {
+_IGNORED_IN_WRAPPER = HOUSEKEEPING | {
   'eos_token_id',  # `stop_ids` reads it
   'ignore_index',
   'media_placeholder_token_id',
@@ -66,14 +63,6 @@ _IGNORED_IN_WRAPPER = _HOUSEKEEPING | {
   'use_unified_vision_chunk',
   'video_placeholder',
   'vision_config',
-}
-_IGNORED_IN_DRAFTER = _HOUSEKEEPING | {
-  # Without effect unless a sliding window is switched on, which is refused.
-  'max_window_layers',
-  'sliding_window',
-  # Embedding and head are the target's in any case.
-  'tie_word_embeddings',
-  'eos_token_id',
 }
 
 
@@ -164,7 +153,7 @@ def _rope_settings(
   return theta, scaling
 
 
-def _rope(
+def read_rope(
   fields: Fields, where: str, default_theta: Any
 ) -> tuple[float, RopeScaling | None]:
   """Theta and YaRN in the spelling of transformers 4, of 5, or of both."""
@@ -218,19 +207,6 @@ def quantization(
       f'{source_name}: quantization_config and that of text_config disagree'
     )
   return inner or found
-
-
-def _reject_quantization(fields: Fields) -> None:
-  settings = fields.get('quantization_config')
-  if settings is None or is_inert(settings):
-    return
-  method = settings
-  if isinstance(settings, Mapping):
-    method = settings.get('quant_method')
-  raise fields.error(
-    'quantization_config',
-    f'({show(method, 40)}): quantised weights are not supported',
-  )
 
 
 def _eos_ids(fields: Fields) -> tuple[int, ...]:
@@ -294,7 +270,7 @@ def _attention_arguments(fields: Fields, where: str) -> dict[str, Any]:
   # Redundant in this family, but then they must not contradict.
   fields.fixed('qk_head_dim', nope + rope)
   fields.fixed('num_key_value_heads', heads)
-  theta, scaling = _rope(fields, where, REQUIRED)
+  theta, scaling = read_rope(fields, where, REQUIRED)
   return {
     'hidden_size': fields.integer('hidden_size', least=1),
     'num_attention_heads': heads,
@@ -347,117 +323,6 @@ def _mlp_arguments(fields: Fields, kind: str) -> dict[str, Any]:
       'routed_scaling_factor', REQUIRED if stated is REQUIRED else 1.0
     ),
   }
-
-
-def is_drafter(raw: Mapping[str, Any]) -> bool:
-  """Whether a config.json describes a drafter of the DFlash kind."""
-  names = raw.get('architectures')
-  named = isinstance(names, list) and any('DFlash' in str(n) for n in names)
-  return named or 'dflash_config' in raw
-
-
-def drafter_config(raw: Any, source_name: str = 'config.json') -> DrafterConfig:
-  """Translates the config.json of a DFlash drafter in z-lab's layout.
-
-  Args:
-    raw: the parsed object; the drafter's own keys may lie at the top or in
-      `dflash_config`.
-    source_name: the file's name for messages.
-
-  Raises:
-    CheckpointError: another architecture, a variant of DFlash that this
-      engine does not have, or a key that is ill-typed, missing or unknown.
-  """
-  fields = Fields(_merge_dflash(raw, source_name), source_name)
-  _check_drafter_switches(fields)
-  layers = fields.integer('num_hidden_layers', least=1)
-  _check_full_attention(fields, layers)
-  target_layers = fields.integer('num_target_layers', least=1)
-  taps = fields.tuple_of(int, 'target_layer_ids', None)
-  if taps is None:
-    taps = default_target_layer_ids(target_layers, layers)
-  theta, scaling = _rope(fields, source_name, 10000.0)
-  arguments = {
-    'num_hidden_layers': layers,
-    'num_target_layers': target_layers,
-    'target_layer_ids': taps,
-    'block_size': fields.integer('block_size', 16, least=1),
-    'mask_token_id': fields.integer('mask_token_id'),
-    'rms_norm_eps': fields.number('rms_norm_eps', 1e-6, above=0),
-    'rope_theta': theta,
-    'rope_scaling': scaling,
-    'attention_bias': fields.boolean('attention_bias', False),
-    'max_position_embeddings': fields.integer(
-      'max_position_embeddings', 4096, least=1
-    ),
-  }
-  for key in (
-    'hidden_size num_attention_heads num_key_value_heads head_dim '
-    'intermediate_size vocab_size'
-  ).split():
-    arguments[key] = fields.integer(key, least=1)
-  fields.fixed('target_hidden_size', arguments['hidden_size'])
-  fields.finish(_IGNORED_IN_DRAFTER)
-  check_sizes(arguments, source_name)
-  try:
-    config = DrafterConfig(**arguments)
-  except UserError as e:
-    raise CheckpointError(f'{source_name}: {e}') from e
-  check_numbers(config, source_name)
-  return config
-
-
-def _merge_dflash(raw: Any, where: str) -> dict[str, Any]:
-  """Both levels as one object; a key in both must have one value."""
-  fields = Fields(raw, where)
-  nested = fields.get('dflash_config', {})
-  Fields(nested, f'{where}: dflash_config')
-  merged = {k: v for k, v in raw.items() if k != 'dflash_config'}
-  for key, value in nested.items():
-    outer = merged.get(key)
-    same = type(outer) is type(value) and outer == value
-    if outer is not None and value is not None and not same:
-      raise fields.error(
-        key,
-        f'is {show(outer, 40)}, but {show(value, 40)} in dflash_config',
-      )
-    if value is not None or key not in merged:
-      merged[key] = value
-  return merged
-
-
-def _check_drafter_switches(fields: Fields) -> None:
-  names = fields.get('architectures')
-  if names != [DRAFTER_ARCHITECTURE]:
-    raise fields.error(
-      'architectures', f'is {show(names)}; supported: {DRAFTER_ARCHITECTURE}'
-    )
-  _reject_quantization(fields)
-  fields.fixed('hidden_act', 'silu')
-  fields.fixed('partial_rotary_factor', 1)
-  # Factors of variants, harmless while they are 1.
-  fields.fixed('output_multiplier', 1)
-  fields.fixed('attention_value_scale', 1)
-
-
-def _check_full_attention(fields: Fields, layers: int) -> None:
-  """Refuses sliding windows: implementations disagree on their masks."""
-  if fields.boolean('use_sliding_window', False):
-    raise fields.error(
-      'use_sliding_window', 'is true: sliding windows are not supported'
-    )
-  types = fields.tuple_of(str, 'layer_types', None)
-  if types is None:
-    return
-  for kind in types:
-    if kind != 'full_attention':
-      raise fields.error(
-        'layer_types', f'holds {show(kind)}: only full_attention is supported'
-      )
-  if len(types) != layers:
-    raise fields.error(
-      'layer_types', f'has {len(types)} entries for {layers} layers'
-    )
 
 
 def stop_ids(

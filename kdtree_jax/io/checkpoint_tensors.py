@@ -1,6 +1,7 @@
 """The tensors of checkpoints: names, shapes, and who they belong to."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 
@@ -73,6 +74,11 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
   return shapes
 
 
+def num_parameters(config: ModelConfig) -> int:
+  """How many numbers a target has; multi-token layers do not count."""
+  return sum(math.prod(shape) for shape in tensor_shapes(config).values())
+
+
 def _attention_shapes(c: ModelConfig, prefix: str) -> Shapes:
   heads, r, h = c.num_attention_heads, c.kv_lora_rank, c.hidden_size
   shapes = {}
@@ -115,12 +121,22 @@ def _swiglu_shapes(prefix: str, hidden: int, width: int) -> Shapes:
 
 
 def drafter_shapes(config: DrafterConfig) -> Shapes:
-  """Every tensor of a DFlash drafter in z-lab's layout: name to shape."""
+  """Every tensor of a DFlash drafter: name to shape.
+
+  Embedding, head and `d2t`, the way from its ids to the target's, are there
+  if they are the drafter's own (speculators' layout).
+  """
   c, h = config, config.hidden_size
   queries = c.num_attention_heads * c.head_dim
   keys = c.num_key_value_heads * c.head_dim
   shapes = {'fc.weight': (h, len(c.target_layer_ids) * h)}
   shapes['hidden_norm.weight'] = shapes['norm.weight'] = (h,)
+  if c.own_embedding:
+    shapes['embed_tokens.weight'] = (c.vocab_size, h)
+  if c.draft_vocab_size is not None:
+    shapes['lm_head.weight'] = (c.draft_vocab_size, h)
+    if c.draft_vocab_size < c.vocab_size:
+      shapes['d2t'] = (c.draft_vocab_size,)
   projections = {
     'q_proj': (queries, h),
     'k_proj': (keys, h),
@@ -206,15 +222,19 @@ def match_drafter(
 ) -> Match:
   """Assigns every tensor of a drafter; see `match_target`.
 
-  Skipped are rotary buffers only.
+  Skipped are rotary buffers, and `t2d`, which `d2t` makes redundant.
   """
   canonical = _canonical(source, _canonical_drafter, source_name)
 
   def reason(name: str) -> str | None:
     rotary = name.split('.', 2)[-1] == 'self_attn.' + _ROTARY_BUFFER
+    if config.draft_vocab_size is not None and name == 't2d':
+      return 'said by d2t as well'
     return 'rotary buffer' if rotary or name == _ROTARY_BUFFER else None
 
   expected = drafter_shapes(config)
+  if config.draft_vocab_size is not None and 'd2t' in canonical:
+    expected['d2t'] = (config.draft_vocab_size,)
   return _match(source, canonical, expected, reason, source_name)
 
 
@@ -321,7 +341,7 @@ def _allowed_dtypes(name: str, expected: Shapes) -> tuple[str, ...]:
   part = name.rsplit('.', 1)[-1]
   if part == PACKED:
     return ('I32',)
-  if part == SHAPE:
+  if part in (SHAPE, 'd2t'):
     return ('I32', 'I64')
   if part == 'weight' and name.removesuffix('weight') + SCALE_INV in expected:
     return (FP8_DTYPE,)

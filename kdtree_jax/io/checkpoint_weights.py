@@ -76,7 +76,7 @@ def target_params(
   match = match_target(
     config, source, source_name=source_name, quantization=quantization
   )
-  reader = _Reader(
+  reader = Reader(
     source, match, quantization, np.dtype(dtype), expanded, source_name
   )
   reader.progress = progress
@@ -111,18 +111,39 @@ def drafter_params(
   """Loads a DFlash drafter; see `target_params`.
 
   Returns:
-    Nested dict of arrays: `fc`, `hidden_norm`, `norm`, `layers_i`.
+    Nested dict of arrays: `fc`, `hidden_norm`, `norm`, `layers_i`; where they
+    are its own, `embed_tokens`, `lm_head` and `d2t`.
 
   Raises:
-    CheckpointError: see `match_drafter`.
+    CheckpointError: see `match_drafter`; or a `d2t` that leads nowhere.
   """
   match = match_drafter(config, source, source_name=source_name)
-  reader = _Reader(source, match, None, np.dtype(dtype), None, source_name)
+  reader = Reader(source, match, None, np.dtype(dtype), None, source_name)
   reader.progress = progress
   params: dict[str, Any] = {}
   for name in match.names:
-    _insert(params, name, reader.plain(name))
+    if name != 'd2t':
+      _insert(params, name, reader.plain(name))
+  if config.draft_vocab_size is not None:
+    offsets = np.zeros(config.draft_vocab_size, np.int32)
+    if 'd2t' in match.names:
+      offsets = source.read(match.names['d2t'])
+    _check_d2t(offsets, config, source_name)
+    params['d2t'] = jnp.asarray(offsets.astype(np.int32))
   return params
+
+
+def _check_d2t(
+  offsets: np.ndarray, config: DrafterConfig, source_name: str
+) -> None:
+  """Every draft id must be another id of the target."""
+  ids = np.arange(len(offsets)) + offsets
+  inside = 0 <= ids.min() and ids.max() < config.vocab_size
+  if not inside or len(np.unique(ids)) != len(ids):
+    raise CheckpointError(
+      f"{source_name}: tensor 'd2t' does not lead to different ids of the "
+      f'{config.vocab_size}'
+    )
 
 
 def _weights(match: Match) -> Iterator[str]:
@@ -136,7 +157,7 @@ def _weights(match: Match) -> Iterator[str]:
 
 
 def _experts(
-  config: ModelConfig, reader: '_Reader', layer: int
+  config: ModelConfig, reader: 'Reader', layer: int
 ) -> Iterator[tuple[str, Any]]:
   """The two stacks of a layer's routed experts."""
   e, h = config.n_routed_experts, config.hidden_size
@@ -165,7 +186,7 @@ def _store(stack: jax.Array, part: jax.Array, expert: Any, row: Any):
 _dequantize = jax.jit(expand, static_argnums=1)
 
 
-class _Reader:
+class Reader:
   """Reads parameters by canonical name onto the device.
 
   Attributes:

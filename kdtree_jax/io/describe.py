@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.io.checkpoint_config import (
-  drafter_config,
-  is_drafter,
   model_config,
   quantization,
   stop_ids,
@@ -21,9 +21,12 @@ from kdtree_jax.io.checkpoint_tensors import (
   Match,
   match_drafter,
   match_target,
+  num_parameters,
 )
+from kdtree_jax.io.drafter_config import drafter_config, is_drafter
 from kdtree_jax.io.files import show
 from kdtree_jax.io.kdtr import Bundle, read_bundle
+from kdtree_jax.io.quantization import Quantization
 from kdtree_jax.io.tensors import (
   ITEM_BYTES,
   CheckpointError,
@@ -89,19 +92,19 @@ def _describe_target(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
   where = str(path / 'config.json')
   config = model_config(raw, where)
   source = SafetensorsSource(path)
+  found = quantization(raw, where)
   match = match_target(
-    config,
-    source,
-    source_name=str(path),
-    quantization=quantization(raw, where),
+    config, source, source_name=str(path), quantization=found
   )
   rows = _rows(source, match.names.values())
   return [
     f'{path}: checkpoint, model_type {raw["model_type"]}',
     *_target_lines(config),
+    *_quantization_lines(found),
     *_size_lines(rows, config),
+    _fit_line(rows),
     _stop_line(stop_ids(path, raw)),
-    *_skipped_lines(match),
+    *_skipped_lines(match, source),
     *_table(rows),
   ]
 
@@ -115,19 +118,29 @@ def _describe_drafter(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
     f'{path}: DFlash drafter',
     *_drafter_lines(config),
     *_size_lines(rows, None),
-    *_skipped_lines(match),
+    *_skipped_lines(match, source),
     *_table(rows),
   ]
 
 
-def _skipped_lines(match: Match) -> list[str]:
+def _quantization_lines(found: Quantization | None) -> list[str]:
+  if found is None:
+    return []
+  rows, columns = found.block
+  return [f'quantisation: {found.format}, a scale for {rows} x {columns}']
+
+
+def _skipped_lines(match: Match, source: TensorSource) -> list[str]:
   reasons = collections.defaultdict(list)
   for name, reason in match.skipped.items():
     reasons[reason].append(name)
-  lines = [
-    f'skipped: {len(names)} ({reason}), first {show(names[0])}'
-    for reason, names in sorted(reasons.items())
-  ]
+  lines = []
+  for reason, names in sorted(reasons.items()):
+    size = sum(row.bytes for row in _rows(source, names))
+    lines.append(
+      f'skipped: {len(names)} ({reason}), {size:,} bytes, first '
+      f'{show(names[0])}'
+    )
   return lines or ['skipped: none']
 
 
@@ -208,18 +221,57 @@ def _golden_line(bundle: Bundle) -> str:
 
 
 def _size_lines(rows: list[_Row], config: ModelConfig | None) -> list[str]:
-  """Parameters and bytes; `config` is given where experts are routed."""
-  total = sum(row.values for row in rows)
-  line = f'parameters: {total:,}'
-  if config is not None and config.n_routed_experts:
-    routed = sum(row.values for row in rows if '.mlp.experts.' in row.name)
-    used = routed * config.num_experts_per_tok // config.n_routed_experts
-    line += f' ({total - routed + used:,} active per token)'
-  sizes = collections.Counter()
+  """Parameters and bytes; `config` is that of a target."""
+  sizes, kinds = collections.Counter(), collections.Counter()
   for row in rows:
     sizes[row.dtype] += row.bytes
-  parts = [f'{dtype} {size:,}' for dtype, size in sorted(sizes.items())]
-  return [line, f'bytes: {", ".join(parts)}']
+    kinds[_kind(row.name)] += row.bytes
+  lines = [f'bytes: {_amounts(sizes)}']
+  if config is None:
+    total = sum(row.values for row in rows)
+    return [f'parameters: {total:,}', *lines]
+  total = num_parameters(config)
+  line = f'parameters: {total:,}'
+  if config.n_routed_experts:
+    idle = config.n_routed_experts - config.num_experts_per_tok
+    layers = sum(map(config.is_moe_layer, range(config.num_hidden_layers)))
+    expert = 3 * config.hidden_size * config.moe_intermediate_size
+    line += f' ({total - layers * idle * expert:,} active per token)'
+  return [line, *lines, f'bytes by kind: {_amounts(kinds)}']
+
+
+def _amounts(counter: collections.Counter) -> str:
+  return ', '.join(f'{key} {size:,}' for key, size in sorted(counter.items()))
+
+
+def _kind(name: str) -> str:
+  """What a tensor of a target is part of."""
+  for part, kind in (
+    ('norm.', 'norms'),
+    ('.self_attn.', 'attention'),
+    ('.mlp.experts.', 'experts'),
+    ('.mlp.shared_experts.', 'shared experts'),
+    ('.mlp.gate.', 'router'),
+    ('.mlp.', 'dense'),
+  ):
+    if part in name:
+      return kind
+  return 'embedding and head'
+
+
+def _fit_line(rows: list[_Row]) -> str:
+  """Whether the weights, as they are stored, fit the default device."""
+  device = jax.local_devices()[0]
+  stats = device.memory_stats() or {}
+  limit = stats.get('bytes_limit')
+  if limit is None:
+    limit = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  need = sum(row.bytes for row in rows)
+  verdict = 'fit' if need < limit else 'DO NOT FIT'
+  return (
+    f'memory: weights of {need / 2**30:,.2f} GiB as stored {verdict} the '
+    f'{limit / 2**30:,.1f} GiB of {device.device_kind}; the cache comes on top'
+  )
 
 
 def _rows(source: TensorSource, names: Iterable[str]) -> list[_Row]:

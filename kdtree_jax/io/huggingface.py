@@ -1,8 +1,6 @@
 """Checkpoints of Hugging Face: config.json and safetensors, read strictly."""
 
 from kdtree_jax.io.checkpoint_config import (
-  drafter_config,
-  is_drafter,
   model_config,
   quantization,
   stop_ids,
@@ -12,12 +10,18 @@ from kdtree_jax.io.checkpoint_tensors import (
   drafter_shapes,
   match_drafter,
   match_target,
+  num_parameters,
   tensor_shapes,
 )
 from kdtree_jax.io.checkpoint_weights import (
   Progress,
   drafter_params,
   target_params,
+)
+from kdtree_jax.io.drafter_config import (
+  drafter_config,
+  is_drafter,
+  with_attention_factor,
 )
 from kdtree_jax.io.tensors import read_json
 
@@ -31,9 +35,11 @@ __all__ = (
   'match_drafter',
   'match_target',
   'model_config',
+  'num_parameters',
   'quantization',
   'read_json',
   'stop_ids',
   'target_params',
   'tensor_shapes',
+  'with_attention_factor',
 )

@@ -46,6 +46,7 @@ FLAGS = (
   'stream',
   'capacity',
   'prefill_chunk',
+  'kernels',
   'output',
   'dump_trees',
 )
@@ -244,6 +245,7 @@ def _options(config: RunConfig) -> dict[str, Any]:
     'max_new_tokens',
     'capacity',
     'prefill_chunk',
+    'kernels',
     'chain_seed',
     'temperature',
     'top_k',

@@ -40,6 +40,7 @@ class RunConfig:
   stream: bool | None = None
   capacity: int | None = None
   prefill_chunk: int | None = None
+  kernels: str | None = None
   output: str | None = None
   dump_trees: bool | None = None
   variant: str | None = None

@@ -16,7 +16,9 @@ NODES = (17, 65, 257, 1025)
 def _inputs(n, key):
   """A random tree around a spine that the target's tokens follow."""
   rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-  parents = np.array([-1] + [rng.integers(max(0, i - 40), i) for i in range(1, n)])
+  parents = np.array(
+    [-1] + [rng.integers(max(0, i - 40), i) for i in range(1, n)]
+  )
   spine = np.unique(np.linspace(0, n - 1, MAX_DEPTH + 1).astype(int))
   parents[spine[1:]] = spine[:-1]
   tokens, target = rng.integers(0, 163840, (2, n))

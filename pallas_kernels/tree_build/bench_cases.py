@@ -25,8 +25,12 @@ def _inputs(dtype, key):
 
 def _check(kernel, reference, inputs):
   """Every array of the tree must be the same to the last bit."""
-  got, want = jax.jit(kernel)(*inputs), jax.jit(reference)(*inputs)
-  again = jax.jit(kernel)(*inputs)
+  kernel = jax.jit(kernel)
+  got, again, want = (
+    kernel(*inputs),
+    kernel(*inputs),
+    jax.jit(reference)(*inputs),
+  )
   differing = sum(
     int(np.sum(np.asarray(x) != np.asarray(y)))
     for ours in (got, again)

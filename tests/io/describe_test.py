@@ -66,7 +66,7 @@ def test_what_is_skipped_and_fused_experts(tmp_path, no_reads):
   (tmp_path / 'generation_config.json').write_text('{"eos_token_id": [5]}')
   text = describe(tmp_path)
   assert 'skipped: 2 (layer behind the last' in text
-  assert "skipped: 1 (vision), first 'vision_tower.x'" in text
+  assert "skipped: 1 (vision), 16 bytes, first 'vision_tower.x'" in text
   assert 'stop ids: 1, 5' in text
   assert 'eh_proj' not in text.split('tensor  ')[1]
 
@@ -116,3 +116,42 @@ def test_what_cannot_be_described(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(raw))
   with pytest.raises(UserError, match='says AWQ, unsupported'):
     describe(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ('name', 'lines'),
+  [
+    (
+      'kimi_k25_int4',
+      [
+        'parameters: 279,036 (156,156 active per token)',
+        'quantisation: int4, a scale for 1 x 32',
+        'skipped: 1 (vision), 64 bytes',
+        'skipped: 1 (rotary buffer)',
+        'experts.{0..7}.up_proj.weight_packed',
+      ],
+    ),
+    (
+      'deepseek_v3_fp8',
+      [
+        'quantisation: fp8, a scale for 128 x 128',
+        'bytes: F32 ',
+        ', F8_E4M3 ',
+        'skipped: 4 (layer behind the last (multi-token prediction)), 267,520',
+      ],
+    ),
+  ],
+)
+def test_a_quantised_checkpoint(name, lines):
+  text = describe(DATA / name)
+  for line in lines:
+    assert line in text, text
+  assert 'bytes by kind: attention ' in text
+  for kind in ('dense', 'embedding and head', 'experts', 'norms', 'router'):
+    assert f', {kind} ' in text, kind
+  assert 'GiB as stored fit the ' in text
+
+
+def test_what_does_not_fit(monkeypatch):
+  monkeypatch.setattr('os.sysconf', lambda name: 8)
+  assert 'as stored DO NOT FIT the' in describe(DATA / 'moonlight')

@@ -646,6 +646,7 @@ def test_drafter_keys_at_either_level():
   nested = drafter_raw(
     block_size=None, num_target_layers=None, dflash_config=inner
   )
+  plain = dataclasses.replace(plain, causal=False)
   assert hf.drafter_config(nested) == plain
   flat = drafter_raw(dflash_config=None) | inner
   assert hf.drafter_config(flat) == plain
@@ -686,13 +687,32 @@ DRAFTER_RAISES = [
   ({'dflash_config': dflash(target_layer_ids=[-1])}, 'holds -1'),
   ({'dflash_config': dflash(target_layer_ids=[])}, 'target_layer_ids is empty'),
   ({'dflash_config': dflash(target_layer_ids=['0'])}, "holds '0'"),
-  ({'use_sliding_window': True}, 'sliding windows are not supported'),
+  ({'use_sliding_window': True}, 'sliding_window=None must be positive'),
   (
     {'layer_types': ['full_attention', 'sliding_attention']},
-    'only full_attention is supported',
+    'sliding_window=None must be positive',
   ),
+  (
+    {
+      'layer_types': ['full_attention', 'sliding_attention'],
+      'sliding_window': 4,
+      'use_sliding_window': False,
+    },
+    'but use_sliding_window is false',
+  ),
+  ({'layer_types': ['full_attention', 'odd']}, "holds 'odd', none of"),
+  ({'dflash_config': dflash(use_swa=True)}, 'swa_window_size is missing'),
+  (
+    {
+      'layer_types': ['full_attention', 'sliding_attention'],
+      'sliding_window': 4,
+      'dflash_config': dflash(use_swa=True, swa_window_size=5),
+    },
+    'swa_window_size is 5, but sliding_window is 4',
+  ),
+  ({'is_causal': True, 'causal': False}, 'causal and is_causal or'),
   ({'layer_types': ['full_attention']}, 'layer_types has 1 entries for 2'),
-  ({'quantization_config': {'quant_method': 'x'}}, 'quantised weights'),
+  ({'quantization_config': {'quant_method': 'x'}}, 'may not be quantised'),
   ({'hidden_act': 'gelu'}, 'hidden_act'),
   ({'num_target_layers': None}, 'num_target_layers is missing'),
   ({'num_key_value_heads': 3}, 'num_key_value_heads=3 does not divide'),
@@ -705,11 +725,6 @@ DRAFTER_RAISES = [
 ] + [
   (change, f'{key} .* is not known')
   for key, value in {
-    'causal': True,
-    'causal_head': True,
-    'is_causal': True,
-    'use_swa': True,
-    'swa_window_size': 64,
     'sample_from_anchor': True,
     'projector_type': 'domino',
     'attention_mode': 'mla',

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kdtree_jax import api
+from kdtree_jax import api, generation
+from kdtree_jax.decode import init_state
+from kdtree_jax.decode.generate import decode_loop
+from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface as hf
 from kdtree_jax.io.tensors import (
@@ -49,11 +52,11 @@ def test_expanded_is_what_transformers_computed(name):
   target, wanted = api.load_target(DATA / name, weights='float32'), None
   wanted = support.expected(name)
   assert not any(isinstance(x, QuantizedArray) for x in leaves(target.params))
-  logits = api.forward_logits(target, wanted['input_ids'])
+  logits = generation.forward_logits(target, wanted['input_ids'])
   assert support.relative_error(logits, wanted['logits']) < 5e-5
-  stored = api.forward_logits(support.fixture(name), wanted['input_ids'])
+  stored = generation.forward_logits(support.fixture(name), wanted['input_ids'])
   assert support.relative_error(logits, stored) < 1e-6
-  result = api.generate(
+  result = generation.generate(
     target, None, wanted['input_ids'], max_new_tokens=24, stop_ids=()
   )
   assert result.output_ids == wanted['greedy_ids'][-24:].tolist()
@@ -74,7 +77,7 @@ def test_every_method_gives_the_tokens_of_ar_with_weights_as_stored(
   prompt, golden = wanted['input_ids'], wanted['greedy_ids']
   loaded = api.load_drafter(drafter, target, 5)
   for policy, budget in (('chain', 4), ('best_first', 12)):
-    result = api.generate(
+    result = generation.generate(
       target,
       loaded,
       prompt,
@@ -136,6 +139,25 @@ def decode(raw, stem):
   values = nibbles.reshape(len(octets), -1).astype(np.float32) - 8
   scale = raw[stem + '_scale'].astype(np.float32)
   return values * np.repeat(scale, 32, axis=1)
+
+
+@pytest.mark.parametrize(
+  ('name', 'stored', 'expanded'),
+  [
+    (INT4, 's32[8,128,8]', ('f32[8,128,64]', 'f32[8,64,64]')),
+    (FP8, 'f8e4m3fn[4,272,160]', ('f32[4,272,160]', 'f32[4,160,136]')),
+  ],
+)
+def test_the_loop_never_holds_all_experts_expanded(name, stored, expanded):
+  target = support.fixture(name)
+  options = generation.GenerateOptions(capacity=32, prefill_chunk=4)
+  engine = generation.make_engine(target, None, 0, options)
+  params = {'target': target.params, 'drafter': {}}
+  state = init_state(engine, [[1]], [4], (), target.dtype)
+  program, _ = PROGRAMS.get(decode_loop, engine, params, state, donate=True)
+  text = program.as_text()
+  assert stored in text, 'the pattern is stale'
+  assert not any(shape in text for shape in expanded)
 
 
 def test_bfloat16_rounds_products_once():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kdtree_jax import api, generation
-from kdtree_jax.config import bundled, config_names
+from kdtree_jax.config import bundled
 from kdtree_jax.io.kdtr import read_bundle, write_bundle
 from kdtree_jax.model import Transformer, init_cache
 from kdtree_jax.modes.make_bundle import make_bundle
@@ -15,7 +15,7 @@ from tests import support
 GOLDEN_TOKENS = 40
 
 
-@pytest.fixture(scope='module', params=config_names())
+@pytest.fixture(scope='module', params=support.SMALL)
 def target(request, tmp_path_factory):
   path = tmp_path_factory.mktemp('bundle') / 'variant.kdtr'
   write_bundle(path, make_bundle(request.param))
@@ -74,7 +74,7 @@ def test_the_shipped_bundle_is_what_the_generator_makes(tmp_path):
 
 def test_variants_differ_in_every_dimension():
   """Nothing can be hard-coded: no two variants share a size."""
-  configs = [read_config(name) for name in config_names()]
+  configs = [read_config(name) for name in support.SMALL]
   assert len(configs) >= 8
   for field in (
     'vocab_size',

@@ -192,6 +192,8 @@ GENERATE = ('--mode=generate', f'--target={FIXTURE}')
     ((*GENERATE, PROMPT, '--ignore_eos', '--stop_ids=3'), '--ignore_eos'),
     ((*GENERATE, PROMPT, '--stream', '--dump_trees'), '--stream'),
     ((*GENERATE, PROMPT, '--prefill_chunk=0'), 'prefill_chunk=0'),
+    ((*GENERATE, PROMPT, '--kernels=mosaic_gpu'), 'needs a Hopper GPU'),
+    ((*GENERATE, PROMPT, '--kernels=triton'), '--kernels'),
     ((*GENERATE, PROMPT, f'--drafter={FIXTURE}'), 'config.json'),
     (
       (*GENERATE, PROMPT, '--drafter=tests/data/moonlight/dflash'),

@@ -1,0 +1,252 @@
+"""Configs in the words of Hugging Face, and folders that transformers opens."""
+
+import contextlib
+import json
+import os
+import pathlib
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from kdtree_jax.config import (
+  SLIDING,
+  DrafterConfig,
+  ModelConfig,
+  RopeScaling,
+)
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.checkpoint_config import model_config
+from kdtree_jax.io.drafter_config import ZLAB, drafter_config
+from kdtree_jax.io.files import canonical_json, show
+from kdtree_jax.io.kdtr import Bundle
+from kdtree_jax.io.tensors import INDEX_FILE, SINGLE_FILE, dtype_name
+
+# Beside the checkpoint proper: what a bundle knows and transformers does not.
+EXTRA_FILE, EXTRA_KEY = 'golden.safetensors', 'kdtr_bundle'
+DRAFTER_FOLDER = 'dflash'
+SHARD_BYTES = 5 * 10**9
+
+_ARCHITECTURES = {
+  'deepseek_v2': 'DeepseekV2ForCausalLM',
+  'deepseek_v3': 'DeepseekV3ForCausalLM',
+  'glm4_moe_lite': 'Glm4MoeLiteForCausalLM',
+}
+_TORCH_DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
+_SAME_IN_TARGET = (
+  'vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank '
+  'kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim '
+  'intermediate_size moe_intermediate_size n_routed_experts '
+  'num_experts_per_tok n_shared_experts first_k_dense_replace '
+  'moe_layer_freq n_group topk_group topk_method scoring_func '
+  'norm_topk_prob routed_scaling_factor rms_norm_eps rope_interleave '
+  'attention_bias tie_word_embeddings max_position_embeddings'
+).split()
+_SAME_IN_DRAFTER = (
+  'hidden_size num_hidden_layers num_attention_heads num_key_value_heads '
+  'head_dim intermediate_size vocab_size block_size num_target_layers '
+  'rms_norm_eps attention_bias max_position_embeddings'
+).split()
+
+
+def target_json(config: ModelConfig, dtype: str = 'F32') -> dict[str, Any]:
+  """A config.json that means `config`.
+
+  Args:
+    config: of the target.
+    dtype: of most weights, as safetensors spells it.
+
+  Raises:
+    UserError: no model type of Hugging Face has this architecture.
+  """
+  kind = 'deepseek_v2' if config.scoring_func == 'softmax' else 'deepseek_v3'
+  if config.mlp_layer_types is not None:
+    kind = 'glm4_moe_lite'
+  raw = {name: getattr(config, name) for name in _SAME_IN_TARGET}
+  raw |= _rope_json(config.rope_theta, config.rope_scaling)
+  eos = list(config.eos_token_id)
+  raw |= {
+    'model_type': kind,
+    'architectures': [_ARCHITECTURES[kind]],
+    'torch_dtype': _TORCH_DTYPES[dtype],
+    'hidden_act': 'silu',
+    'num_key_value_heads': config.num_attention_heads,
+    'eos_token_id': eos[0] if len(eos) == 1 else eos or None,
+  }
+  if config.mlp_layer_types is not None:
+    raw['mlp_layer_types'] = list(config.mlp_layer_types)
+  if config.latent_norm_eps != 1e-6:
+    # transformers has 1e-6 in its code and would compute something else.
+    raw['latent_norm_eps'] = config.latent_norm_eps
+  _check_same('target', config, model_config(raw, 'config.json'))
+  return raw
+
+
+def drafter_json(config: DrafterConfig, dtype: str = 'F32') -> dict[str, Any]:
+  """A config.json in z-lab's layout that means `config`.
+
+  Raises:
+    UserError: a drafter with embedding or head of its own.
+  """
+  raw = {name: getattr(config, name) for name in _SAME_IN_DRAFTER}
+  raw |= _rope_json(config.rope_theta, config.rope_scaling)
+  raw |= {
+    'architectures': [ZLAB],
+    'model_type': 'qwen3',
+    'torch_dtype': _TORCH_DTYPES[dtype],
+    'hidden_act': 'silu',
+    'dflash_config': {
+      'mask_token_id': config.mask_token_id,
+      'target_layer_ids': list(config.target_layer_ids),
+    },
+  }
+  if config.causal is not None:
+    raw['is_causal'] = config.causal
+  if config.layer_types is not None:
+    raw['layer_types'] = list(config.layer_types)
+    raw['use_sliding_window'] = SLIDING in config.layer_types
+    raw['sliding_window'] = config.sliding_window
+  _check_same('drafter', config, drafter_config(raw, 'config.json'))
+  return raw
+
+
+def _rope_json(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+  if scaling is None:
+    return {'rope_theta': theta, 'rope_scaling': None}
+  fields = {k: getattr(scaling, k) for k in scaling.__dataclass_fields__}
+  stated = {k: v for k, v in fields.items() if v is not None}
+  yarn = {'type': 'yarn', 'rope_type': 'yarn'} | stated
+  return {'rope_theta': theta, 'rope_scaling': yarn}
+
+
+def _check_same(what: str, wanted: Any, got: Any) -> None:
+  """What is written must mean what is there."""
+  for name in wanted.__dataclass_fields__:
+    ours, theirs = getattr(wanted, name), getattr(got, name)
+    if ours != theirs:
+      raise UserError(
+        f'{what}: {name}={ours!r} cannot be said in a config.json, where it '
+        f'would be {theirs!r}'
+      )
+
+
+def write_checkpoint(
+  folder: os.PathLike | str, bundle: Bundle, shard_bytes: int = SHARD_BYTES
+) -> None:
+  """Writes a bundle as a folder in the Hugging Face layout.
+
+  The drafter goes to `dflash/`; golden answers, name and recipe to a file
+  that only this project reads, so that nothing is lost on the way back.
+
+  Args:
+    folder: must not exist, or be empty; appears whole or not at all.
+    bundle: what to write.
+    shard_bytes: a new shard begins where one would become larger.
+
+  Raises:
+    UserError: it exists, cannot be written, or the architecture has no name.
+  """
+  folder = pathlib.Path(folder)
+  if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+    raise UserError(f'{folder}: exists; convert writes to a new folder')
+  with _whole_folder(folder) as temporary:
+    raw = target_json(bundle.config, _main_dtype(bundle.target))
+    _write_model(temporary, raw, bundle.target, shard_bytes)
+    if bundle.drafter_config is not None and bundle.drafter is not None:
+      inner = temporary / DRAFTER_FOLDER
+      inner.mkdir()
+      raw = drafter_json(bundle.drafter_config, _main_dtype(bundle.drafter))
+      _write_model(inner, raw, bundle.drafter, shard_bytes)
+    extra = canonical_json({'name': bundle.name, 'recipe': dict(bundle.recipe)})
+    golden = {k: np.ascontiguousarray(v) for k, v in bundle.golden.items()}
+    safetensors.numpy.save_file(
+      golden, temporary / EXTRA_FILE, metadata={EXTRA_KEY: extra}
+    )
+
+
+@contextlib.contextmanager
+def _whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A folder under another name that takes its own when it is complete."""
+  temporary = folder.with_name(f'.{folder.name}.{secrets.token_hex(8)}.tmp')
+  try:
+    temporary.mkdir()
+    try:
+      yield temporary
+      for path in temporary.rglob('*'):
+        if path.is_file():
+          with open(path, 'rb') as file:
+            os.fsync(file.fileno())
+      os.rename(temporary, folder)
+    except BaseException:
+      shutil.rmtree(temporary, ignore_errors=True)
+      raise
+  except OSError as e:
+    raise UserError(f'{folder}: cannot be written: {e.strerror or e}') from e
+
+
+def _main_dtype(tensors: Mapping[str, np.ndarray]) -> str:
+  """The dtype of the most bytes."""
+  sizes: dict[str, int] = {}
+  for value in tensors.values():
+    name = dtype_name(value.dtype)
+    sizes[name] = sizes.get(name, 0) + value.nbytes
+  return max(sizes, key=lambda name: sizes[name])
+
+
+def _write_model(
+  folder: pathlib.Path,
+  raw: dict[str, Any],
+  tensors: Mapping[str, np.ndarray],
+  shard_bytes: int,
+) -> None:
+  """config.json and one safetensors file, or shards with their index."""
+  text = json.dumps(raw, indent=2, sort_keys=True) + '\n'
+  (folder / 'config.json').write_text(text)
+  shards: list[dict[str, np.ndarray]] = [{}]
+  size = 0
+  for name in sorted(tensors):
+    value = np.ascontiguousarray(tensors[name])
+    if shards[-1] and size + value.nbytes > shard_bytes:
+      shards.append({})
+      size = 0
+    shards[-1][name] = value
+    size += value.nbytes
+  # transformers asks for this word.
+  metadata = {'format': 'pt'}
+  if len(shards) == 1:
+    path = folder / SINGLE_FILE
+    safetensors.numpy.save_file(shards[0], path, metadata=metadata)
+    return
+  weight_map = {}
+  for i, shard in enumerate(shards, 1):
+    file = f'model-{i:05}-of-{len(shards):05}.safetensors'
+    safetensors.numpy.save_file(shard, folder / file, metadata=metadata)
+    weight_map |= dict.fromkeys(shard, file)
+  total = sum(value.nbytes for value in tensors.values())
+  index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
+  (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + '\n')
+
+
+def read_extra(
+  folder: pathlib.Path, default_name: str
+) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
+  """Name, recipe and golden answers of a folder that `convert` wrote.
+
+  Raises:
+    UserError: the file is there but broken.
+  """
+  path = folder / EXTRA_FILE
+  if not path.exists():
+    return default_name, {'converted_from': default_name}, {}
+  try:
+    with safetensors.safe_open(str(path), 'numpy') as file:
+      golden = {name: file.get_tensor(name) for name in file.keys()}
+      extra = json.loads((file.metadata() or {})[EXTRA_KEY])
+    return extra['name'], extra['recipe'], golden
+  except (OSError, KeyError, TypeError, ValueError) as e:
+    raise UserError(f'{path}: is broken: {show(str(e))}') from e
+  except safetensors.SafetensorError as e:
+    raise UserError(f'{path}: is broken: {show(str(e))}') from e

@@ -1,0 +1,107 @@
+"""The bench's own arithmetic; its figures come from a GPU only."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import bench
+from pallas_kernels.bench_case import BenchCase
+
+
+def square_case(**changes):
+  case = BenchCase(
+    op='square',
+    name='small',
+    make_inputs=lambda key: (jax.random.normal(key, (8,)),),
+    kernel=lambda x: x * x,
+    reference=lambda x: x**2,
+    check=lambda inputs: {'ok': True, 'error': 0.0},
+    bytes=64.0,
+    flops=8.0,
+  )
+  return dataclasses.replace(case, **changes)
+
+
+CEILINGS = bench.Ceilings('device', 4e12, 8e14, 1e-5)
+
+
+def test_without_a_gpu_says_so_in_one_line(capsys):
+  assert bench.main([]) == 0
+  out = capsys.readouterr().out
+  assert out.startswith('No GPU') and out.count('\n') == 1
+
+
+def test_unknown_op_is_an_error(capsys):
+  with pytest.raises(SystemExit):
+    bench.main(['--ops=tree_biuld'])
+  assert 'tree_build' in capsys.readouterr().err
+
+
+def test_cases_are_well_formed():
+  ops = ('tree_build', 'tree_accept', 'cache_compact')
+  cases = list(bench.find_cases(ops))
+  assert {case.op for case in cases} == set(ops)
+  assert len({(case.op, case.name) for case in cases}) == len(cases)
+  for case in cases:
+    assert case.bytes > 0 and ',' not in case.name
+    shapes = jax.eval_shape(case.reference, *input_shapes(case))
+    assert jax.tree.leaves(shapes)
+
+
+def input_shapes(case):
+  """What `make_inputs` gives, without making what is large."""
+  if case.op == 'tree_accept':  # drawn with NumPy
+    return case.make_inputs(jax.random.key(0))
+  return jax.eval_shape(case.make_inputs, jax.random.key(0))
+
+
+def test_loop_makes_every_call():
+  x = jnp.array([1.0, 3.0])
+  loop = bench.device_loop(lambda x: 2 * x, 3, unroll=2, in_place=True)
+  np.testing.assert_array_equal(loop(jnp.copy(x), (), None), 64 * x)
+  loop = bench.device_loop(lambda x, y: x + y, 3, unroll=2)
+  np.testing.assert_array_equal(loop(x, (x,), 0 * x), 2 * x)
+
+
+def test_loop_body_keeps_the_call_inside():
+  """The call must stand in the loop, not before it."""
+  loop = bench.device_loop(jnp.cos, 5)
+  x = jnp.ones((8,))
+  jaxpr = str(jax.make_jaxpr(loop)(x, (), x))
+  assert jaxpr.index('optimization_barrier') < jaxpr.index('cos')
+
+
+def test_in_place_loop_leaves_the_inputs_alone():
+  x = jnp.ones((8,))
+  assert bench.seconds_per_call(lambda x: x + 1, (x,), 2, in_place=True) > 0
+  np.testing.assert_array_equal(x, 1)
+
+
+def test_row_of_a_case():
+  row = bench.run_case(square_case(), CEILINGS)
+  assert row['ok'] and row['kernel_us'] > 0
+  floor = max(64 / 4e12, 8 / 8e14)
+  np.testing.assert_allclose(
+    row['fraction_of_ceiling'], floor / (row['kernel_us'] * 1e-6)
+  )
+  assert bench.table_row(row).count('|') == 9
+
+
+def test_failures_are_reported(capsys):
+  def broken(x):
+    raise NotImplementedError('no such layout')
+
+  row = bench.run_case(square_case(kernel=broken), CEILINGS)
+  assert not row['ok']
+  assert 'no such layout' in bench.table_row(row)
+  assert bench._report([row], CEILINGS, None) == 1
+
+
+def test_writes_json_lines(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  rows = [bench.run_smoke(square_case())]
+  assert bench._report(rows, CEILINGS, str(path)) == 0
+  assert path.read_text().count('\n') == 2
