@@ -131,6 +131,18 @@ flags.DEFINE_list(
 flags.DEFINE_bool(
   'ignore_eos', None, "generate: do not stop at the checkpoint's stop ids."
 )
+flags.DEFINE_list(
+  'stop_strings',
+  None,
+  'generate: text that ends the output, across token borders too; needs a '
+  'tokenizer.',
+)
+flags.DEFINE_integer(
+  'batch_size',
+  None,
+  'generate: prompts in one loop; those of one capacity go together. Default: '
+  '1.',
+)
 flags.DEFINE_float(
   'temperature',
   None,

@@ -72,17 +72,17 @@ class GenerateOptions:
   min_p: float = 0.0
   seed: int = 0
 
-  def sampling(self, batch: int) -> list[SamplingConfig]:
-    """One request a row."""
+  def sampling(self, seeds: Sequence[int]) -> list[SamplingConfig]:
+    """One request for each seed."""
     return [
       SamplingConfig(
         temperature=self.temperature,
         top_k=self.top_k,
         top_p=self.top_p,
         min_p=self.min_p,
-        seed=self.seed + i,
+        seed=seed,
       )
-      for i in range(batch)
+      for seed in seeds
     ]
 
 
@@ -122,14 +122,16 @@ def generate_batch(
   prompts: Prompts,
   *,
   golden: Prompts | None = None,
+  seeds: Sequence[int] | None = None,
   **options: Any,
 ) -> list[GenerateResult]:
   """Continues B prompts in one loop; each row equals its single run.
 
   Rows have their own tree, length, stop and seed; a finished row costs no
-  expert. Arguments as in `generate`.
+  expert. Arguments as in `generate`; `seeds`, one a prompt, replace the
+  default of `seed` plus the prompt's index.
   """
-  return _finished(_prepare(target, drafter, prompts, golden, options))
+  return _finished(_prepare(target, drafter, prompts, golden, options, seeds))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Stream:
     *,
     rounds_per_step: int = 1,
     golden: Prompts | None = None,
+    seeds: Sequence[int] | None = None,
     stop_strings: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
     **options: Any,
@@ -172,6 +175,7 @@ class Stream:
       prompts: B prompts.
       rounds_per_step: rounds between two updates, through one program.
       golden: B golden sequences for drafters that need them.
+      seeds: see `generate_batch`.
       stop_strings: a row ends with the token that completes one of them.
       decode: ids to text; needed for `stop_strings`.
       **options: fields of `GenerateOptions`.
@@ -180,7 +184,7 @@ class Stream:
       raise UserError(f'rounds_per_step={rounds_per_step} is below 1')
     if stop_strings and decode is None:
       raise UserError('stop strings need a tokenizer')
-    self._run = _prepare(target, drafter, prompts, golden, options)
+    self._run = _prepare(target, drafter, prompts, golden, options, seeds)
     self._rounds_per_step = rounds_per_step
     self._stops, self._decode = tuple(stop_strings), decode
     run = self._run
@@ -317,6 +321,7 @@ def _prepare(
   prompts: Prompts,
   golden: Prompts | None,
   fields: dict[str, Any],
+  seeds: Sequence[int] | None = None,
 ) -> _Run:
   options = GenerateOptions(**fields)
   prompts = [[int(i) for i in prompt] for prompt in prompts]
@@ -324,18 +329,20 @@ def _prepare(
     raise UserError('no prompts')
   batch = len(prompts)
   longest = max(len(prompt) for prompt in prompts)
+  if seeds is None:
+    seeds = range(options.seed, options.seed + batch)
   engine = make_engine(target, drafter, longest, options)
   stops = target.stop_ids if options.stop_ids is None else options.stop_ids
   limits = [options.max_new_tokens] * batch
   state = init_state(
-    engine, prompts, limits, stops, target.dtype, options.sampling(batch)
+    engine, prompts, limits, stops, target.dtype, options.sampling(seeds)
   )
   params = {'target': target.params, 'drafter': {}}
   if drafter is not None:
     params['drafter'] = drafter.params
     if drafter.drafter.needs_golden:
       if golden is None:
-        golden = golden_continuations(target, drafter, prompts, options)
+        golden = golden_continuations(target, drafter, prompts, options, seeds)
       params['drafter'] = golden_params(engine, golden)
   return _Run(engine, params, state, options)
 
@@ -405,6 +412,7 @@ def golden_continuations(
   drafter: LoadedDrafter,
   prompts: Prompts,
   options: GenerateOptions,
+  seeds: Sequence[int] | None = None,
 ) -> list[list[int]]:
   """Prompts and what the target will say, as far as a round can look.
 

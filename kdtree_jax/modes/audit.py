@@ -1,12 +1,14 @@
 """`--mode=audit`: is this engine, or this fork of it, still lossless?"""
 
 import dataclasses
-import json
+import itertools
 
 from kdtree_jax import api, generation
 from kdtree_jax.audit import AuditReport, Divergence, audit
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.results import write_jsonl
+from kdtree_jax.modes import texts
+from kdtree_jax.modes.loading import load_target
 from kdtree_jax.modes.run_config import (
   RunConfig,
   integers,
@@ -17,13 +19,18 @@ from kdtree_jax.modes.run_config import (
 FLAGS = (
   'target',
   'drafter',
+  'drafter_attention_factor',
   'prompt_ids',
+  'prompt',
+  'prompts',
+  'chat',
   'max_new_tokens',
   'block_size',
   'tree_budget',
   'tree_policy',
   'chain_seed',
   'dtype',
+  'weights',
   'kernels',
   'output',
 )
@@ -31,22 +38,26 @@ FLAGS = (
 
 def run(config: RunConfig) -> int:
   """Prints a verdict for every budget; 1 if one fails."""
-  path = required(config.target, 'target', 'audit')
+  required(config.target, 'target', 'audit')
   name = required(config.drafter, 'drafter', 'audit')
-  ids = required(config.prompt_ids, 'prompt_ids', 'audit')
-  prompt = integers(ids, 'prompt_ids')
+  tokenizer = texts.tokenizer_of(config)
+  talks = texts.talks(config, tokenizer)
   defaults = generation.GenerateOptions
   budgets = [defaults.tree_budget]
   if config.tree_budget is not None:
     budgets = integers(config.tree_budget, 'tree_budget')
   if not budgets:
     raise UserError('--tree_budget is empty')
-  with status(f'loading {path}'):
-    target = api.load_target(path, config.dtype or 'float32')
-    drafter = api.load_drafter(name, target, config.block_size)
+  target = load_target(config)
+  with status('loading the drafter'):
+    drafter = api.load_drafter(
+      name, target, config.block_size, config.drafter_attention_factor
+    )
   reports = []
-  for budget in budgets:
-    with status(f'auditing budget {budget}'):
+  for talk, budget in itertools.product(talks, budgets):
+    # Of a talk the first turn: what follows would depend on the engine.
+    prompt = texts.next_ids(talk, 0, tokenizer, bool(config.chat))
+    with status(f'auditing prompt {talk.prompt.id}, budget {budget}'):
       report = audit(
         target,
         drafter,
@@ -57,10 +68,11 @@ def run(config: RunConfig) -> int:
         chain_seed=bool(config.chain_seed),
         kernels=config.kernels or defaults.kernels,
       )
-    print(f'budget {budget}: {verdict(report)}')
-    reports.append({'tree_budget': budget} | dataclasses.asdict(report))
+    print(f'prompt {talk.prompt.id}, budget {budget}: {verdict(report)}')
+    fields = dataclasses.asdict(report)
+    reports.append({'id': talk.prompt.id, 'tree_budget': budget} | fields)
   if config.output is not None:
-    write_jsonl(config.output, json.loads(json.dumps(reports)))
+    write_jsonl(config.output, reports)
   return 1 if any(report['failures'] for report in reports) else 0
 
 

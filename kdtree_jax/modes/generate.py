@@ -1,7 +1,6 @@
 """`--mode=generate`: continue a prompt by several methods, as JSON lines."""
 
 import dataclasses
-import functools
 import json
 import sys
 from typing import Any
@@ -10,8 +9,7 @@ from kdtree_jax import api, generation
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.results import write_jsonl
-from kdtree_jax.io.tokenizer import Tokenizer
-from kdtree_jax.modes import texts
+from kdtree_jax.modes import serving, texts
 from kdtree_jax.modes.loading import load_target, mismatch
 from kdtree_jax.modes.run_config import (
   RunConfig,
@@ -37,6 +35,7 @@ FLAGS = (
   'weights',
   'stop_ids',
   'ignore_eos',
+  'stop_strings',
   'temperature',
   'top_k',
   'top_p',
@@ -44,6 +43,7 @@ FLAGS = (
   'seed',
   'chain_seed',
   'stream',
+  'batch_size',
   'capacity',
   'prefill_chunk',
   'kernels',
@@ -80,18 +80,34 @@ def run(config: RunConfig) -> int:
       'tree_budget': item.tree_budget,
       'tree_policy': item.tree_policy,
     }
-    with status(f'{item.method}, budget {item.tree_budget}'):
-      for i, talk in enumerate(texts.talks(config, tokenizer)):
-        seeded = fields | {'seed': fields['seed'] + i}
-        for turn in range(max(1, len(talk.prompt.turns))):
-          ids = texts.next_ids(talk, turn, tokenizer, bool(config.chat))
-          result = _result(config, target, used, tokenizer, ids, seeded)
-          text = texts.answer(talk, result, tokenizer)
-          line = record(item, result, used, seeded)
-          records.append(
-            line | {'id': talk.prompt.id, 'turn': turn, 'text': text}
-          )
-          warning = warning or mismatch(used, [result])
+    talks = texts.talks(config, tokenizer)
+    lines = {}
+    for turn in range(max(max(1, len(talk.prompt.turns)) for talk in talks)):
+      jobs = [
+        serving.Job(i, texts.next_ids(talk, turn, tokenizer, bool(config.chat)))
+        for i, talk in enumerate(talks)
+        if turn < max(1, len(talk.prompt.turns))
+      ]
+      limit = target.config.max_position_embeddings
+      size = config.batch_size or 1
+      for capacity, batch in serving.batches(jobs, size, fields, limit):
+        named = fields | {'capacity': capacity}
+        label = f'{item.method}, budget {item.tree_budget}, turn {turn}: '
+        with status(
+          f'{label}{len(lines)} done, {len(batch)} at capacity {capacity}'
+        ):
+          found = serving.results(config, target, used, tokenizer, batch, named)
+        for job, result in zip(batch, found, strict=True):
+          talk = talks[job.index]
+          seeded = fields | {'seed': fields['seed'] + job.index}
+          text = texts.answer(talk, result, tokenizer, config.stop_strings)
+          lines[job.index, turn] = record(item, result, used, seeded) | {
+            'id': talk.prompt.id,
+            'turn': turn,
+            'text': text,
+          }
+        warning = warning or mismatch(used, found)
+    records += [lines[key] for key in sorted(lines)]
   if warning is not None:
     print(warning, file=sys.stderr)
   if config.output is None:
@@ -100,45 +116,6 @@ def run(config: RunConfig) -> int:
   else:
     write_jsonl(config.output, records)
   return 0
-
-
-def _result(
-  config: RunConfig,
-  target: api.Target,
-  drafter: api.LoadedDrafter | None,
-  tokenizer: Tokenizer | None,
-  prompt: list[int],
-  options: dict[str, Any],
-) -> GenerateResult:
-  """One prompt by one method."""
-  if config.dump_trees:
-    return generation.generate(
-      target, drafter, prompt, record_rounds=True, **options
-    )
-  if config.stream:
-    return _streamed(target, drafter, tokenizer, prompt, options)
-  return generation.generate(target, drafter, prompt, **options)
-
-
-def _streamed(
-  target: api.Target,
-  drafter: api.LoadedDrafter | None,
-  tokenizer: Tokenizer | None,
-  prompt: list[int],
-  options: dict[str, Any],
-) -> GenerateResult:
-  """Shows text, or ids, as it is committed; Ctrl-C keeps what is there."""
-  stream = generation.Stream(target, drafter, [prompt], **options)
-  decoder = None if tokenizer is None else tokenizer.stream()
-  show = functools.partial(print, end='', file=sys.stderr, flush=True)
-  try:
-    for update in stream:
-      ids = update.new_ids[0]
-      show(decoder.push(ids) if decoder else ''.join(f'{i} ' for i in ids))
-  except KeyboardInterrupt:
-    pass
-  show((decoder.finish() if decoder else '') + '\n')
-  return stream.results()[0]
 
 
 def record(
@@ -265,5 +242,12 @@ def _options(config: RunConfig) -> dict[str, Any]:
     options['stop_ids'] = tuple(integers(config.stop_ids, 'stop_ids'))
   if config.stream and config.dump_trees:
     raise UserError('--stream and --dump_trees exclude each other')
-  generation.GenerateOptions(**options).sampling(1)
+  if config.dump_trees and config.stop_strings:
+    raise UserError('--dump_trees and --stop_strings exclude each other')
+  if config.batch_size is not None and config.batch_size < 1:
+    raise UserError(f'--batch_size={config.batch_size} is below 1')
+  if (config.batch_size or 1) > 1 and (config.stream or config.dump_trees):
+    raise UserError('--stream and --dump_trees take one prompt at a time')
+  # Wrong values show before a long load.
+  generation.GenerateOptions(**options).sampling([options['seed']])
   return options

@@ -32,6 +32,8 @@ class RunConfig:
   weights: str | None = None
   stop_ids: tuple[str, ...] | None = None
   ignore_eos: bool | None = None
+  stop_strings: tuple[str, ...] | None = None
+  batch_size: int | None = None
   temperature: float | None = None
   top_k: int | None = None
   top_p: float | None = None

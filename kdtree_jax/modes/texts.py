@@ -75,18 +75,24 @@ def next_ids(
 
 
 def answer(
-  talk: Talk, result: GenerateResult, tokenizer: Tokenizer | None
+  talk: Talk,
+  result: GenerateResult,
+  tokenizer: Tokenizer | None,
+  stop_strings: Sequence[str] | None = None,
 ) -> str | None:
   """The text of a result, which becomes part of the talk; None: no tokenizer.
 
-  The token that ended it is no part of the text.
+  The stop token or stop string that ended it is no part of the text.
   """
   if tokenizer is None:
     return None
-  ids: Sequence[int] = result.output_ids
-  if result.stop_reason == 'stop':
-    ids = ids[:-1]
-  text = tokenizer.decode(ids)
+  text = tokenizer.decode(result.output_ids)
+  ends = [text.find(stop) for stop in stop_strings or ()]
+  ends = [end for end in ends if end >= 0]
+  if ends:
+    text = text[: min(ends)]
+  elif result.stop_reason == 'stop':
+    text = tokenizer.decode(result.output_ids[:-1])
   talk.messages.append({'role': 'assistant', 'content': text})
   return text
 

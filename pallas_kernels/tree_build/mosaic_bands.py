@@ -35,7 +35,7 @@ _OUTPUTS = ('parents', 'places', 'depths', 'scores', 'hi', 'lo')
 
 
 def grow(log_q, budget, *, interpret):
-  """One launch of `_bands_kernel`, then `_order`; returns as `_order` does."""
+  """One launch of `_bands_kernel`, then `_order`, whose result it returns."""
   batch, depth, num_ranks = log_q.shape
   width = round_up(num_ranks + _AHEAD, LANES)
   levels = round_up(depth + 1, _GROUPS)

@@ -75,6 +75,41 @@ def test_a_file_of_talks(folder, tmp_path):
   assert said.endswith('yz[im_end][im_assistant]assistant[im_middle]')
 
 
+def test_batches_are_single_runs(folder, tmp_path):
+  """Two capacities and a stop string; the order is that of the file."""
+  prompts = ['x', 'a much longer prompt ' * 4, 'yz', 'w', 'hello']
+  path = tmp_path / 'p.jsonl'
+  path.write_text(''.join(json.dumps({'prompt': p}) + '\n' for p in prompts))
+  flags = (
+    '--mode=generate',
+    f'--target={folder}',
+    '--drafter=random',
+    '--methods=ddtree',
+    '--max_new_tokens=12',
+    '--tree_budget=6',
+    '--ignore_eos',
+    '--temperature=2',
+    '--seed=5',
+    f'--prompts={path}',
+  )
+  alone, together = lines(run(*flags)), lines(run(*flags, '--batch_size=3'))
+  assert [record['seed'] for record in alone] == [5, 6, 7, 8, 9]
+  for a, b in zip(alone, together, strict=True):
+    assert {k: v for k, v in a.items() if k != 'seconds'} == {
+      k: v for k, v in b.items() if k != 'seconds'
+    }
+  text = alone[3]['text']
+  stop = next(
+    c for c in text[2:] if c.isascii() and c.isprintable() and c != ','
+  )
+  stopped = lines(run(*flags, '--batch_size=3', f'--stop_strings={stop}'))
+  for a, b in zip(alone, stopped, strict=True):
+    assert b['text'] == a['text'].split(stop)[0]
+    if stop in a['text']:
+      assert b['stop_reason'] == 'stop'
+      assert sum(b['acceptance_lengths']) == len(b['output_ids'])
+
+
 def config(**changes):
   fields = {'mode': 'generate', 'target': str(support.DATA / NAME)} | changes
   return RunConfig(**fields)

@@ -1,0 +1,109 @@
+"""How prompts go through a method: alone, in batches, as a stream."""
+
+import functools
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from absl import logging
+
+from kdtree_jax import api, generation
+from kdtree_jax.decode import GenerateResult
+from kdtree_jax.io.tokenizer import Tokenizer
+from kdtree_jax.modes.run_config import RunConfig
+
+
+class Job(NamedTuple):
+  """One prompt to continue.
+
+  Attributes:
+    index: of the prompt; its seed is that of the options plus this.
+    ids: the prompt's tokens.
+  """
+
+  index: int
+  ids: list[int]
+
+
+def batches(
+  jobs: Sequence[Job], size: int, options: dict[str, Any], limit: int
+) -> Iterator[tuple[int, list[Job]]]:
+  """Groups prompts by the capacity they need, so that few programs compile.
+
+  Args:
+    jobs: in any order.
+    size: most prompts in a batch.
+    options: fields of `GenerateOptions`.
+    limit: the target's max_position_embeddings.
+
+  Yields:
+    A capacity, a power of two unless the flags or the target say otherwise,
+    and the prompts that share it.
+  """
+
+  def capacity(job: Job) -> int:
+    if options['capacity'] is not None:
+      return options['capacity']
+    tokens = len(job.ids) + options['max_new_tokens']
+    return generation.bucket(tokens, limit)
+
+  for bucket, group in itertools.groupby(
+    sorted(jobs, key=capacity), key=capacity
+  ):
+    members = list(group)
+    logging.info('capacity %d: %d prompts', bucket, len(members))
+    for batch in itertools.batched(members, size):
+      yield bucket, list(batch)
+
+
+def results(
+  config: RunConfig,
+  target: api.Target,
+  drafter: api.LoadedDrafter | None,
+  tokenizer: Tokenizer | None,
+  batch: list[Job],
+  options: dict[str, Any],
+) -> list[GenerateResult]:
+  """Continues the prompts of one batch, in order."""
+  prompts = [job.ids for job in batch]
+  seeds = [options['seed'] + job.index for job in batch]
+  if config.dump_trees:
+    options = options | {'seed': seeds[0]}
+    return [
+      generation.generate(
+        target, drafter, prompts[0], record_rounds=True, **options
+      )
+    ]
+  if not config.stream and not config.stop_strings:
+    return generation.generate_batch(
+      target, drafter, prompts, seeds=seeds, **options
+    )
+  stream = generation.Stream(
+    target,
+    drafter,
+    prompts,
+    seeds=seeds,
+    stop_strings=config.stop_strings or (),
+    decode=tokenizer.decode if tokenizer else None,
+    **options,
+  )
+  if config.stream:
+    _show(stream, tokenizer)
+  else:
+    for _ in stream:
+      pass
+  return stream.results()
+
+
+def _show(stream: generation.Stream, tokenizer: Tokenizer | None) -> None:
+  """Shows text, or ids, as it is committed; Ctrl-C keeps what is there."""
+  decoder = None if tokenizer is None else tokenizer.stream()
+  show = functools.partial(print, end='', file=sys.stderr, flush=True)
+  try:
+    for update in stream:
+      ids = update.new_ids[0]
+      show(decoder.push(ids) if decoder else ''.join(f'{i} ' for i in ids))
+  except KeyboardInterrupt:
+    pass
+  show((decoder.finish() if decoder else '') + '\n')
