@@ -24,6 +24,7 @@ python run.py --mode=inspect --target=FILE.kdtr
 import dataclasses
 import sys
 
+import jax
 from absl import app, flags, logging
 
 from kdtree_jax import registry
@@ -64,18 +65,18 @@ flags.DEFINE_list(
 flags.DEFINE_string(
   'prompt',
   None,
-  "generate: the prompt as text, for the checkpoint's tokenizer.",
+  "generate, audit: the prompt as text, for the checkpoint's tokenizer.",
 )
 flags.DEFINE_string(
   'prompts',
   None,
-  'generate: a JSONL file of prompts, a line {"id", "prompt"} or '
+  'generate, audit: a JSONL file of prompts, a line {"id", "prompt"} or '
   '{"id", "turns": [...]}; several turns need --chat.',
 )
 flags.DEFINE_bool(
   'chat',
   None,
-  "generate: put the prompt into the checkpoint's chat template.",
+  "generate, audit: put the prompt into the checkpoint's chat template.",
 )
 flags.DEFINE_integer(
   'max_new_tokens',
@@ -111,16 +112,16 @@ flags.DEFINE_enum(
   'weights',
   None,
   WEIGHTS,
-  'generate: as_stored keeps quantised weights quantised and expands them '
-  'where they are used; bfloat16 and float32 expand them while loading and '
-  'round all weights to it. convert: likewise, in the file that is written. '
+  'generate, audit: as_stored keeps quantised weights quantised and expands '
+  'them where they are used; bfloat16 and float32 expand them while loading '
+  'and round all weights to it. convert: likewise, in the file it writes. '
   'Default: as_stored.',
 )
 flags.DEFINE_float(
   'drafter_attention_factor',
   None,
-  "generate: replaces the amplitude of the drafter's YaRN, about which engines "
-  'disagree.',
+  "generate, audit: replaces the amplitude of the drafter's YaRN, about which "
+  'engines disagree.',
 )
 flags.DEFINE_list(
   'stop_ids',
@@ -208,6 +209,12 @@ flags.DEFINE_integer(
 )
 
 
+_TOO_LARGE = (
+  'out of memory; lower --capacity, --batch_size, --tree_budget or '
+  '--prefill_chunk'
+)
+
+
 def _fail(message: str) -> int:
   print(f'error: {" ".join(message.split())}', file=sys.stderr)
   return 2
@@ -266,6 +273,19 @@ def main(argv: list[str]) -> None:
     sys.exit(MODES[config.mode].run(config))
   except UserError as error:
     sys.exit(_fail(str(error)))
+  except ValueError as error:
+    # A kernel that was asked for by name says why it cannot run.
+    if not str(error).startswith('implementation:'):
+      raise
+    sys.exit(_fail(f'--kernels: {error}'))
+  except KeyboardInterrupt:
+    sys.exit(130)
+  except MemoryError:
+    sys.exit(_fail(_TOO_LARGE))
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    sys.exit(_fail(_TOO_LARGE))
 
 
 if __name__ == '__main__':

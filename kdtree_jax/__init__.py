@@ -16,14 +16,12 @@ from kdtree_jax.config import (
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
 from kdtree_jax.generation import (
-  Conversation,
   GenerateOptions,
-  Stream,
-  StreamUpdate,
   forward_logits,
   generate,
   generate_batch,
 )
+from kdtree_jax.sessions import Conversation, Stream, StreamUpdate
 
 __all__ = (
   'Conversation',

@@ -22,6 +22,11 @@ WEIGHTS = ('as_stored', *DTYPES)
 DEFAULT_BLOCK_SIZE = 8
 
 
+def bundled(name: str) -> pathlib.Path:
+  """Path of a bundle that ships inside the package."""
+  return pathlib.Path(__file__).parent / 'data' / f'{name}.kdtr'
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
   """A target in memory.

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -71,12 +70,13 @@ class AuditReport:
     acceptance_length: mean of the engine under test.
     oracle_divergence: the same with a drafter that knows AR's output.
     oracle_acceptance_length: mean with the oracle.
-    full_acceptance_length: what the oracle must reach where it is identical.
+    full_acceptance_length: what the oracle must reach where it is identical;
+      None for tree policies that need not contain its whole proposal.
     cache_error: logits of committed rows over the decoded cache, against a
       forward over the same text that reads no cache; relative, the worst of
       AR, DDTree and DDTree with the oracle.
-    context_error: the drafter's state after decoding, against a prefill of
-      the same text; relative, 0 without state.
+    context_error: the draft after decoding, against the draft after a prefill
+      of the same text; relative to the largest logit.
     failures: in words; empty if all is well.
   """
 
@@ -86,7 +86,7 @@ class AuditReport:
   acceptance_length: float
   oracle_divergence: Divergence | None
   oracle_acceptance_length: float
-  full_acceptance_length: float
+  full_acceptance_length: float | None
   cache_error: float
   context_error: float
   failures: list[str]
@@ -133,6 +133,12 @@ def audit(
   if fields.temperature > 0:
     raise UserError('the audit is greedy: draws are equal if logits are')
   prompt = [int(i) for i in prompt_ids]
+  limit = fields.capacity or target.config.max_position_embeddings
+  if len(prompt) >= limit:
+    raise UserError(
+      f'the prompt has {len(prompt)} tokens and the capacity is {limit}: '
+      'nothing is left to decode'
+    )
   ar = _observe(target, None, prompt, fields)
   longer = dataclasses.replace(
     fields, max_new_tokens=fields.max_new_tokens + drafter.block_size
@@ -142,20 +148,24 @@ def audit(
   oracle = api.load_drafter('oracle', target, drafter.block_size)
   known = _observe(target, oracle, prompt, fields, golden)
   padded = _padded(target, drafter, prompt, fields, ar.output_ids)
-  full = 1 + min(drafter.block_size - 1, fields.tree_budget)
-  if fields.tree_policy not in ('best_first', 'chain'):
-    # Another policy need not contain the oracle's whole proposal.
-    full = float(np.mean(known.accepted))
+  full = None
+  if fields.tree_policy in ('best_first', 'chain'):
+    full = _full_acceptance(known, golden[0], drafter, fields)
   report = AuditReport(
     prompt_ids=prompt,
     output_ids=ar.output_ids,
-    divergence=_judge(target.config, prompt, ar, tested, padded),
+    divergence=_judge(target, prompt, ar, tested, padded),
     acceptance_length=float(np.mean(tested.accepted)),
-    oracle_divergence=_judge(target.config, prompt, ar, known, padded),
+    oracle_divergence=_judge(target, prompt, ar, known, padded),
     oracle_acceptance_length=float(np.mean(known.accepted)),
     full_acceptance_length=full,
-    cache_error=max(
-      _cache_error(target, prompt, seen) for seen in (ar, tested, known)
+    cache_error=float(
+      np.max(
+        [
+          _cache_error(target, prompt, seen, fields.kernels)
+          for seen in (ar, tested, known)
+        ]
+      )
     ),
     context_error=_context_error(target, drafter, tested, fields),
     failures=[],
@@ -173,7 +183,8 @@ def _failures(report: AuditReport, dtype: str) -> list[str]:
         f'{name.replace("_", " ")} at position {divergence.position} is no '
         f'near-tie: gap {divergence.gap:.3g}, noise {divergence.noise:.3g}'
       )
-  short = report.oracle_acceptance_length < report.full_acceptance_length
+  full = report.full_acceptance_length
+  short = full is not None and report.oracle_acceptance_length < full
   if report.oracle_divergence is None and short:
     found.append(
       f'the oracle was accepted {report.oracle_acceptance_length:.2f} a round '
@@ -309,8 +320,27 @@ def _seen(state: DecodeState, rounds: list) -> _Seen:
   )
 
 
+def _full_acceptance(
+  known: _Seen,
+  golden: list[int],
+  drafter: api.LoadedDrafter,
+  options: generation.GenerateOptions,
+) -> float:
+  """Mean of what an oracle must reach: all it proposes, as far as it knows.
+
+  Near the last position it knows less than a block.
+  """
+  horizon = min(drafter.block_size - 1, options.tree_budget)
+  length = int(known.state.prompt_length[0])
+  wanted = []
+  for accepted in known.accepted:
+    wanted.append(1 + max(0, min(horizon, len(golden) - 1 - length)))
+    length += accepted
+  return float(np.mean(wanted))
+
+
 def _judge(
-  config: ModelConfig, prompt: list[int], ar: _Seen, other: _Seen, padded: _Seen
+  target: api.Target, prompt: list[int], ar: _Seen, other: _Seen, padded: _Seen
 ) -> Divergence | None:
   """The first divergence of `other` from `ar`, or None."""
   pairs = zip(ar.output_ids, other.output_ids, strict=False)
@@ -318,26 +348,27 @@ def _judge(
   if not differs:
     return None
   index = differs[0]
-  # Index 0 is chosen by prefill, which both share; i by the row of i - 1.
-  rows = slice(0, index)
-  here = max(index - 1, 0)
   mine, theirs = ar.output_ids[index], other.output_ids[index]
-  gap = float(ar.logits[here, mine] - ar.logits[here, theirs])
-  change = np.abs(ar.logits[rows] - padded.logits[rows])
-  noise = 2 * float(change.max(initial=0))
+  if index == 0:
+    logits, change = _first_logits(target, prompt)
+  else:
+    # Token i is chosen by the row of token i - 1.
+    logits = ar.logits[index - 1]
+    change = np.abs(ar.logits[:index] - padded.logits[:index])
+  gap, noise = float(logits[mine] - logits[theirs]), 2 * float(change.max())
   layer = margin = router_noise = None
-  swap = _first_swap(ar.experts[rows], other.experts[rows])
   near_tie = gap <= noise
+  swap = _first_swap(ar.experts[:index], other.experts[:index])
   if swap is not None:
     row, layer = swap
     margin = _router_margin(
-      config,
+      target.config,
       ar.choice[row, layer],
-      set(ar.experts[row, layer]),
-      set(other.experts[row, layer]),
+      set(ar.experts[row, layer].tolist()),
+      set(other.experts[row, layer].tolist()),
     )
-    change = np.abs(ar.choice[: row + 1] - padded.choice[: row + 1])
-    router_noise = 2 * float(change.max())
+    moved = np.abs(ar.choice[: row + 1] - padded.choice[: row + 1])
+    router_noise = 2 * float(moved.max())
     near_tie = margin <= router_noise
   return Divergence(
     position=len(prompt) + index,
@@ -350,6 +381,15 @@ def _judge(
     router_noise=router_noise,
     near_tie=bool(near_tie),
   )
+
+
+def _first_logits(
+  target: api.Target, prompt: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+  """What prefill chooses the first token by, and how chunks change it."""
+  usual = generation.forward_logits(target, prompt)[-1]
+  whole = generation.forward_logits(target, prompt, prefill_chunk=len(prompt))
+  return usual, np.abs(usual - whole[-1])
 
 
 def _first_swap(a: np.ndarray, b: np.ndarray) -> tuple[int, int] | None:
@@ -373,18 +413,21 @@ def _router_margin(
   """
   groups = config.n_group
   size = len(choice) // groups
-  kept = {e // size for e in ours}, {e // size for e in theirs}
-  if groups > 1 and kept[0] != kept[1]:
+  kept, others = ({e // size for e in ids} for ids in (ours, theirs))
+  out, new = kept - others, others - kept
+  if groups > 1 and out and new:
     best = 2 if config.topk_method == 'noaux_tc' else 1
     scores = np.sort(choice.reshape(groups, size), axis=1)[:, -best:].sum(1)
-    pairs = [(scores[a], scores[b]) for a in kept[0] for b in kept[1] - kept[0]]
-    # Two changes of two scores: the sum moves twice as far.
-    return float(min((abs(a - b) for a, b in pairs), default=0.0)) / best
+    margin = max(scores[g] for g in out) - min(scores[g] for g in new)
+    # A sum of two scores moves twice as far as one.
+    return abs(float(margin)) / best
   lost, won = ours - theirs, theirs - ours
   return float(max(choice[e] for e in lost) - min(choice[e] for e in won))
 
 
-def _cache_error(target: api.Target, prompt: list[int], seen: _Seen) -> float:
+def _cache_error(
+  target: api.Target, prompt: list[int], seen: _Seen, kernels: str
+) -> float:
   """Decoded logits against one forward over the whole text in one chunk.
 
   The worst position in float32. In bfloat16 the median one: an expert that
@@ -392,7 +435,9 @@ def _cache_error(target: api.Target, prompt: list[int], seen: _Seen) -> float:
   all of them.
   """
   text = [*prompt, *seen.output_ids]
-  whole = generation.forward_logits(target, text, prefill_chunk=len(text))
+  whole = generation.forward_logits(
+    target, text, prefill_chunk=len(text), kernels=kernels
+  )
   wanted = whole[len(prompt) :]
   errors = np.abs(seen.logits - wanted).max(axis=1) / np.abs(wanted).max()
   worst = target.dtype == jnp.float32
@@ -405,19 +450,19 @@ def _context_error(
   tested: _Seen,
   options: generation.GenerateOptions,
 ) -> float:
-  """The drafter's context after decoding, against a prefill of the text."""
-  leaves = jax.tree.leaves(tested.state.drafter_state)
-  if not leaves:
-    return 0.0
-  length = int(tested.state.length[0])
-  text = np.asarray(tested.state.tokens[0, :length]).tolist()
-  capacity = tested.state.stats.acceptance_length.shape[1]
+  """The next draft of the decoded state, against that of a fresh prefill."""
+  state = tested.state
+  text = np.asarray(state.tokens[0, : int(state.length[0])]).tolist()
+  capacity = state.stats.acceptance_length.shape[1]
   options = dataclasses.replace(options, capacity=capacity)
-  _, _, fresh = _start(target, drafter, text, options)
-  worst = 0.0
-  wanted = jax.tree.leaves(fresh.drafter_state)
-  for a, b in zip(leaves, wanted, strict=True):
-    a = np.asarray(a[:, :, :length], np.float32)
-    b = np.asarray(b[:, :, :length], np.float32)
-    worst = max(worst, float(np.abs(a - b).max() / np.abs(b).max()))
-  return worst
+  golden = None
+  if drafter.drafter.needs_golden:
+    golden = [np.asarray(state.tokens[0, : len(text) + 1]).tolist()]
+  engine, params, fresh = _start(target, drafter, text, options, golden)
+  # Prefill may have chosen another root at a near-tie.
+  fresh = fresh.replace(tokens=state.tokens)
+  draft, _ = PROGRAMS.get(stages.draft, engine, params, fresh)
+  ours, wanted = (np.asarray(draft(params, s)[0]) for s in (state, fresh))
+  ours, wanted = (np.where(np.isneginf(x), 0, x) for x in (ours, wanted))
+  scale = np.abs(wanted).max(initial=1e-30)
+  return float(np.abs(ours - wanted).max(initial=0) / scale)

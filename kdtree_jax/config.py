@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import math
-import pathlib
 import pkgutil
 from typing import Any
 
@@ -29,6 +28,10 @@ class RopeScaling:
 
   def __post_init__(self):
     _require(self.factor >= 1, f'rope_scaling.factor={self.factor} is below 1')
+    _require(
+      self.beta_fast > 0 and self.beta_slow > 0,
+      'rope_scaling.beta_fast and beta_slow must be positive',
+    )
     _require(
       self.original_max_position_embeddings > 0,
       'rope_scaling.original_max_position_embeddings must be positive',
@@ -100,6 +103,7 @@ class ModelConfig:
       self.qk_rope_head_dim % 2 == 0,
       f'qk_rope_head_dim={self.qk_rope_head_dim} must be even',
     )
+    _require(self.rope_theta > 1, f'rope_theta={self.rope_theta} must exceed 1')
     for token in self.eos_token_id:
       _require(
         0 <= token < self.vocab_size,
@@ -397,7 +401,8 @@ class DecodeConfig:
 
   def __post_init__(self):
     _require(
-      self.tree_budget >= 0, f'tree_budget={self.tree_budget} is negative'
+      0 <= self.tree_budget <= MAX_TREE_BUDGET,
+      f'tree_budget={self.tree_budget} is not in 0..{MAX_TREE_BUDGET}',
     )
     _require(
       0 <= self.draft_depth <= MAX_DRAFT_DEPTH,
@@ -422,6 +427,9 @@ class DecodeConfig:
     """`kernels` in the words of `pallas_kernels`."""
     return None if self.kernels == 'auto' else self.kernels
 
+
+# A verify of more rows fits no memory: ancestor bits alone are quadratic.
+MAX_TREE_BUDGET = 1 << 14
 
 # Path scores are sums in fixed point that fit 32 bits up to this depth.
 MAX_DRAFT_DEPTH = 31
@@ -486,8 +494,3 @@ def load_config(name: str) -> ModelConfig:
   if name not in known:
     raise UserError(f'unknown config {name!r}; known: {", ".join(known)}')
   return importlib.import_module(f'configs.{name}').CONFIG
-
-
-def bundled(name: str) -> pathlib.Path:
-  """Path of a bundle that ships inside the package."""
-  return pathlib.Path(__file__).parent / 'data' / f'{name}.kdtr'

@@ -1,8 +1,8 @@
-"""Generating as a user calls it: one prompt, a batch, a stream, a talk."""
+"""Generating as a user calls it: one prompt or a batch."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,9 +24,7 @@ from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.decode.state import (
   check_prompt,
-  extend,
   token_slots,
-  truncate,
 )
 from kdtree_jax.errors import UserError
 
@@ -110,10 +108,10 @@ def generate(
     UserError: bad input, before anything is compiled.
   """
   golden = None if golden_ids is None else [golden_ids]
-  run = _prepare(target, drafter, [prompt_ids], golden, options)
+  run = prepare(target, drafter, [prompt_ids], golden, options)
   if record_rounds:
     return _recorded(run)
-  return _finished(run)[0]
+  return finished(run)[0]
 
 
 def generate_batch(
@@ -131,182 +129,11 @@ def generate_batch(
   expert. Arguments as in `generate`; `seeds`, one a prompt, replace the
   default of `seed` plus the prompt's index.
   """
-  return _finished(_prepare(target, drafter, prompts, golden, options, seeds))
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamUpdate:
-  """What one step committed.
-
-  Attributes:
-    new_ids: B lists of tokens.
-    rounds: rounds taken so far.
-  """
-
-  new_ids: list[list[int]]
-  rounds: int
-
-
-class Stream:
-  """Iterates over `StreamUpdate`s; `results()` is what there is so far.
-
-  An interrupted loop keeps its tokens: rows that are not done then have the
-  stop reason `interrupted`.
-  """
-
-  def __init__(
-    self,
-    target: Target,
-    drafter: LoadedDrafter | None,
-    prompts: Prompts,
-    *,
-    rounds_per_step: int = 1,
-    golden: Prompts | None = None,
-    seeds: Sequence[int] | None = None,
-    stop_strings: Sequence[str] = (),
-    decode: Callable[[list[int]], str] | None = None,
-    **options: Any,
-  ):
-    """Prepares and compiles; see `generate` for what is not named here.
-
-    Args:
-      target: the model.
-      drafter: see `generate`.
-      prompts: B prompts.
-      rounds_per_step: rounds between two updates, through one program.
-      golden: B golden sequences for drafters that need them.
-      seeds: see `generate_batch`.
-      stop_strings: a row ends with the token that completes one of them.
-      decode: ids to text; needed for `stop_strings`.
-      **options: fields of `GenerateOptions`.
-    """
-    if rounds_per_step < 1:
-      raise UserError(f'rounds_per_step={rounds_per_step} is below 1')
-    if stop_strings and decode is None:
-      raise UserError('stop strings need a tokenizer')
-    self._run = _prepare(target, drafter, prompts, golden, options, seeds)
-    self._rounds_per_step = rounds_per_step
-    self._stops, self._decode = tuple(stop_strings), decode
-    run = self._run
-    compiled = drivers.stream_programs(run.engine, run.params, run.state)[2]
-    self._seconds = drivers.Seconds(0.0, 0.0, compiled)
-    self._results: list[GenerateResult] = []
-
-  def __iter__(self) -> Iterator[StreamUpdate]:
-    run = self._run
-    count = jnp.asarray(self._rounds_per_step, jnp.int32)
-    fill, step, _ = drivers.stream_programs(run.engine, run.params, run.state)
-    begin = time.perf_counter()
-    state = jax.block_until_ready(fill(run.params, run.state))
-    middle = time.perf_counter()
-    compiled = self._seconds.compile
-    seen = np.array(state.prompt_length)
-    self._keep(state)
-    while not bool(state.done.all()):
-      state = jax.block_until_ready(step(run.params, state, count))
-      state = self._stop_at_strings(state, seen)
-      spent = time.perf_counter() - middle
-      self._seconds = drivers.Seconds(middle - begin, spent, compiled)
-      self._keep(state)
-      tokens, length = np.asarray(state.tokens), np.asarray(state.length)
-      new = [
-        row[a:b].tolist()
-        for row, a, b in zip(tokens, seen, length, strict=True)
-      ]
-      seen = np.array(length)
-      yield StreamUpdate(new, int(state.stats.rounds))
-
-  def results(self) -> list[GenerateResult]:
-    """One result a row, as far as the stream was consumed."""
-    return self._results
-
-  def _keep(self, state: DecodeState) -> None:
-    self._results = [
-      drivers.result_of(
-        state, row, self._run.options.max_new_tokens, self._seconds
-      )
-      for row in range(len(state.done))
-    ]
-
-  def _stop_at_strings(
-    self, state: DecodeState, seen: np.ndarray
-  ) -> DecodeState:
-    """Ends the rows whose new tokens complete a stop string."""
-    if not self._stops:
-      return state
-    for row in range(len(seen)):
-      start, length = int(state.prompt_length[row]), int(state.length[row])
-      output = np.asarray(state.tokens[row, start:length]).tolist()
-      for count in range(int(seen[row]) - start + 1, len(output) + 1):
-        text = self._decode(output[:count])
-        if any(stop in text for stop in self._stops):
-          state = truncate(state, row, start + count)
-          break
-    return state
-
-
-class Conversation:
-  """Turns over one cache: what was said is never prefilled again."""
-
-  def __init__(
-    self, target: Target, drafter: LoadedDrafter | None, **options: Any
-  ):
-    """Opens an empty conversation.
-
-    Args:
-      target: the model.
-      drafter: one that needs no golden continuation, or None.
-      **options: fields of `GenerateOptions`; without `capacity` it is the
-        target's max_position_embeddings.
-    """
-    if drafter is not None and drafter.drafter.needs_golden:
-      raise UserError(
-        f'drafter {drafter.name} needs the continuation beforehand, which a '
-        'conversation does not have'
-      )
-    self._target, self._drafter = target, drafter
-    limit = target.config.max_position_embeddings
-    options.setdefault('capacity', limit)
-    self._options = GenerateOptions(**options)
-    self._run: _Run | None = None
-
-  def send(
-    self, ids: Sequence[int], max_new_tokens: int | None = None
-  ) -> GenerateResult:
-    """Appends a turn and answers it.
-
-    Args:
-      ids: the turn's tokens, at least one.
-      max_new_tokens: of this answer; default: that of the options.
-
-    Returns:
-      The answer; its `prompt_ids` are the whole text before it.
-
-    Raises:
-      UserError: the turn does not fit the capacity; nothing has changed.
-    """
-    options = self._options
-    if max_new_tokens is not None:
-      options = dataclasses.replace(options, max_new_tokens=max_new_tokens)
-    fields = dataclasses.asdict(options)
-    if self._run is None:
-      run = _prepare(self._target, self._drafter, [ids], None, fields)
-    else:
-      run = dataclasses.replace(self._run, options=options)
-      capacity, config = run.engine.decode.capacity, run.engine.config
-      used = int(run.state.length[0])
-      check_prompt(ids, config.vocab_size, capacity - used)
-      if options.max_new_tokens < 1:
-        raise UserError(f'max_new_tokens={options.max_new_tokens} is below 1')
-      count = [options.max_new_tokens]
-      run.state = extend(run.state, [list(ids)], count, capacity)
-    result = _finished(run)[0]
-    self._run = run
-    return result
+  return finished(prepare(target, drafter, prompts, golden, options, seeds))
 
 
 @dataclasses.dataclass
-class _Run:
+class Run:
   """A validated request: all that the drivers need."""
 
   engine: Engine
@@ -315,14 +142,15 @@ class _Run:
   options: GenerateOptions
 
 
-def _prepare(
+def prepare(
   target: Target,
   drafter: LoadedDrafter | None,
   prompts: Prompts,
   golden: Prompts | None,
   fields: dict[str, Any],
   seeds: Sequence[int] | None = None,
-) -> _Run:
+) -> Run:
+  """Validates a request and builds all that the drivers need."""
   options = GenerateOptions(**fields)
   prompts = [[int(i) for i in prompt] for prompt in prompts]
   if not prompts:
@@ -331,6 +159,9 @@ def _prepare(
   longest = max(len(prompt) for prompt in prompts)
   if seeds is None:
     seeds = range(options.seed, options.seed + batch)
+  for name, given in (('seeds', seeds), ('golden', golden)):
+    if given is not None and len(given) != batch:
+      raise UserError(f'{len(given)} {name} for {batch} prompts')
   engine = make_engine(target, drafter, longest, options)
   stops = target.stop_ids if options.stop_ids is None else options.stop_ids
   limits = [options.max_new_tokens] * batch
@@ -344,10 +175,11 @@ def _prepare(
       if golden is None:
         golden = golden_continuations(target, drafter, prompts, options, seeds)
       params['drafter'] = golden_params(engine, golden)
-  return _Run(engine, params, state, options)
+  return Run(engine, params, state, options)
 
 
-def _finished(run: _Run) -> list[GenerateResult]:
+def finished(run: Run) -> list[GenerateResult]:
+  """Runs a request to its end; leaves the last state in `run`."""
   run.state, seconds = drivers.generate(run.engine, run.params, run.state)
   return [
     drivers.result_of(run.state, row, run.options.max_new_tokens, seconds)
@@ -355,7 +187,7 @@ def _finished(run: _Run) -> list[GenerateResult]:
   ]
 
 
-def _recorded(run: _Run) -> GenerateResult:
+def _recorded(run: Run) -> GenerateResult:
   """Drives round by round and keeps the trees; times include the host."""
   engine, params, state = run.engine, run.params, run.state
   rounds: list[RoundRecord] = []
@@ -381,6 +213,11 @@ def make_engine(
 ) -> Engine:
   """The description of the program that a request runs on."""
   registry.get('tree_policy', options.tree_policy)
+  if options.kernels == 'mosaic_gpu' and target.dtype == jnp.float32:
+    raise UserError(
+      'kernels=mosaic_gpu needs dtype=bfloat16: tensor cores would round '
+      'float32'
+    )
   capacity = options.capacity
   if capacity is None:
     capacity = bucket(
@@ -423,7 +260,9 @@ def golden_continuations(
     max_new_tokens=options.max_new_tokens + drafter.block_size,
     stop_ids=(),
   )
-  results = generate_batch(target, None, prompts, **dataclasses.asdict(options))
+  results = generate_batch(
+    target, None, prompts, seeds=seeds, **dataclasses.asdict(options)
+  )
   return [[*result.prompt_ids, *result.output_ids] for result in results]
 
 

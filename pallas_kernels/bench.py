@@ -3,9 +3,10 @@
   python -m pallas_kernels.bench --ops=tree_build,tree_accept --output=out.jsonl
 
 Each case (`pallas_kernels/<op>/bench_cases.py`) is checked before it is timed.
-A time is the median over several runs of a loop on the device. The two
-ceilings, a large copy and a large bf16 product on random data, are measured in
-the same run, since GPUs of one model differ by a few per cent.
+A time is the median over several runs of a loop on the device; "net" takes off
+what an iteration of such a loop costs by itself. The two ceilings, a large copy
+and a large bf16 product on random data, are measured in the same run, since
+GPUs of one model differ by a few per cent.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import pallas_kernels
+from pallas_kernels import _dispatch
 from pallas_kernels.bench_case import BenchCase
 
 REPETITIONS = 7
@@ -45,7 +47,7 @@ class Ceilings:
   device: str
   copy_bytes_per_second: float  # read plus written
   product_flops_per_second: float
-  loop_seconds: float  # one iteration with one small fusion in it
+  loop_seconds: float  # what one iteration costs beside the calls in it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parse_args(argv)
   if jax.default_backend() != 'gpu':
     print('No GPU: the bench needs one, and measures nothing without.')
+    return 0
+  if not _dispatch.hopper_gpu():
+    print(
+      f'{jax.devices()[0].device_kind} is no Hopper GPU: the kernels need one, '
+      'so the bench measures nothing.'
+    )
     return 0
   cases = [
     case
@@ -65,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   print(
     f'{ceilings.device}: copy {ceilings.copy_bytes_per_second / 1e12:.2f} TB/s,'
     f' bf16 product {ceilings.product_flops_per_second / 1e12:.0f} TFLOP/s, '
-    f'{ceilings.loop_seconds * 1e6:.1f} us an iteration of a loop with one '
-    'small fusion',
+    f'{ceilings.loop_seconds * 1e6:.1f} us an iteration of a loop',
     flush=True,
   )
   return _report(
@@ -188,49 +195,74 @@ def measure_ceilings() -> Ceilings:
     jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in (1, 2)
   )
   product = seconds_per_call(lambda a, b: a @ b, (a, b), 10)
-  small = jnp.zeros((128,), jnp.float32)
-  loop = seconds_per_call(
-    lambda x: x + 1, (small,), MAX_ITERATIONS, in_place=True
-  )
   return Ceilings(
     jax.devices()[0].device_kind,
     2 * COPY_BYTES / copy,
     2 * PRODUCT_SIZE**3 / product,
-    loop,
+    loop_seconds(),
   )
+
+
+def loop_seconds() -> float:
+  """One iteration's own cost: of one with one small fusion, less the fusion.
+
+  A fusion costs what each further one adds to an iteration.
+  """
+  small = jnp.zeros((128,), jnp.float32)
+  measure = functools.partial(
+    seconds_per_call, lambda x: x + 1, (small,), in_place=True
+  )
+  one = measure(MAX_ITERATIONS)
+  several = UNROLL * measure(MAX_ITERATIONS // UNROLL, UNROLL)
+  return max(0.0, one - (several - one) / (UNROLL - 1))
 
 
 def run_smoke(case: BenchCase) -> dict[str, Any]:
   """Checks one case and times nothing."""
-  inputs = case.make_inputs(jax.random.key(0))
-  return {'op': case.op, 'name': case.name, **case.check(inputs)}
+  return _guarded(case, lambda inputs: {})
 
 
 def run_case(case: BenchCase, ceilings: Ceilings) -> dict[str, Any]:
   """Checks, then times one case; a failing one is reported, not raised."""
+  return _guarded(case, functools.partial(_time_case, case, ceilings))
+
+
+def _guarded(
+  case: BenchCase, measure: Callable[[tuple[Any, ...]], dict[str, Any]]
+) -> dict[str, Any]:
+  """The row of a case: what its check says, then what `measure` does."""
   row = {'op': case.op, 'name': case.name}
   try:
     inputs = case.make_inputs(jax.random.key(0))
     row |= case.check(inputs)
-    floor = max(
-      case.bytes / ceilings.copy_bytes_per_second,
-      case.flops / ceilings.product_flops_per_second,
-    )
-    iterations = int(LOOP_SECONDS / max(floor, MIN_CALL_SECONDS))
-    iterations = max(10, min(iterations, MAX_ITERATIONS))
-    # Several short calls an iteration: the loop itself costs microseconds.
-    unroll = UNROLL if iterations == MAX_ITERATIONS else 1
-    kernel = seconds_per_call(
-      case.kernel, inputs, iterations // unroll, unroll, case.in_place
-    )
-    reference = seconds_per_call(
-      case.reference, inputs, max(10, iterations // 10), 1, case.in_place
-    )
+    return row | measure(inputs)
   # A kernel that does not compile must not hide what the others reach.
   except Exception as error:  # noqa: BLE001
     return row | {'ok': False, 'failure': f'{type(error).__name__}: {error}'}
-  return row | {
+
+
+def _time_case(
+  case: BenchCase, ceilings: Ceilings, inputs: tuple[Any, ...]
+) -> dict[str, Any]:
+  """Times of the kernel and its reference, and what they amount to."""
+  floor = max(
+    case.bytes / ceilings.copy_bytes_per_second,
+    case.flops / ceilings.product_flops_per_second,
+  )
+  iterations = int(LOOP_SECONDS / max(floor, MIN_CALL_SECONDS))
+  iterations = max(10, min(iterations, MAX_ITERATIONS))
+  # Several short calls an iteration: the loop itself costs microseconds.
+  unroll = UNROLL if iterations == MAX_ITERATIONS else 1
+  kernel = seconds_per_call(
+    case.kernel, inputs, iterations // unroll, unroll, case.in_place
+  )
+  reference = seconds_per_call(
+    case.reference, inputs, max(10, iterations // 10), 1, case.in_place
+  )
+  net = kernel - ceilings.loop_seconds / unroll
+  return {
     'kernel_us': kernel * 1e6,
+    'net_us': net * 1e6,
     'reference_us': reference * 1e6,
     'bytes': case.bytes,
     'flops': case.flops,
@@ -244,7 +276,7 @@ def table_row(row: dict[str, Any]) -> str:
   """One line of the Markdown table."""
   if 'failure' in row:
     failure = row['failure'].splitlines()[0][:120].replace('|', '/')
-    return f'| {row["op"]} | {row["name"]} | **{failure}** | | | | | |'
+    return f'| {row["op"]} | {row["name"]} | **{failure}** | | | | | | |'
   error = row.get('error')
   cells = [
     row['op'],
@@ -255,20 +287,21 @@ def table_row(row: dict[str, Any]) -> str:
   if 'kernel_us' in row:
     cells += [
       f'{row["kernel_us"]:.1f}',
+      f'{row["net_us"]:.1f}',
       f'{row["reference_us"]:.1f}',
       f'{row["tb_per_s"]:.2f} / {row["tflop_per_s"]:.0f}',
       f'{row["fraction_of_ceiling"]:.1%}',
     ]
   else:
-    cells += [''] * 4
+    cells += [''] * 5
   return f'| {" | ".join(cells)} |'
 
 
 def _report(rows, ceilings: Ceilings | None, output: str | None) -> int:
   """Prints rows as they come and writes them; 1 if one is not right."""
   print(
-    '| op | shape | right | error | kernel us | reference us '
-    '| TB/s / TFLOP/s | of ceiling |\n|---|---|---|---|---|---|---|---|'
+    '| op | shape | right | error | kernel us | net us | reference us '
+    '| TB/s / TFLOP/s | of ceiling |\n|---|---|---|---|---|---|---|---|---|'
   )
   lines, failed = [], False
   if ceilings is not None:

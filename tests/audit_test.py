@@ -1,12 +1,15 @@
 """The audit passes what is right and finds each planted fault."""
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kdtree_jax import api
+from kdtree_jax import audit as audits
 from kdtree_jax.audit import audit
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.programs import PROGRAMS
@@ -141,3 +144,85 @@ def test_the_mode_says_so_in_its_exit_status(tmp_path, capsys):
 def test_sampling_is_refused():
   with pytest.raises(UserError, match='greedy'):
     report(temperature=1.0)
+
+
+# The judge, on synthetic runs: no engine takes part.
+
+CONFIG = dataclasses.replace(
+  support.fixture(FIXTURE).config, n_group=4, topk_group=2
+)
+
+
+@pytest.mark.parametrize(
+  ('ours', 'theirs', 'margin'),
+  (
+    # Another expert of the same groups: the two scores.
+    ({0, 2}, {1, 2}, 0.1),
+    # Their groups are among ours: experts decide, not groups.
+    ({0, 2}, {0, 1}, 0.8 - 0.7),
+    # Group 1 (0.7 + 0.6) gave way to group 3 (0.1 + 0.3); two scores each.
+    ({0, 2}, {0, 7}, (1.3 - 0.4) / 2),
+  ),
+)
+def test_router_margin(ours, theirs, margin):
+  choice = np.array([0.9, 0.8, 0.7, 0.6, 0.1, 0.1, 0.1, 0.3])
+  found = audits._router_margin(CONFIG, choice, ours, theirs)
+  assert abs(found) == pytest.approx(margin)
+
+
+def seen(output_ids, logits, experts=None):
+  count = len(output_ids)
+  if experts is None:
+    experts = np.tile(np.array([0, 1]), (count, 1, 1))
+  return audits._Seen(
+    output_ids=output_ids,
+    logits=np.asarray(logits, float),
+    choice=np.tile(np.arange(16.0, 0.0, -1.0), (count, 1, 1)),
+    experts=np.asarray(experts),
+    accepted=[1] * count,
+    state=None,
+  )
+
+
+def test_judge():
+  target = support.fixture(FIXTURE)
+  logits = np.zeros((3, 5))
+  logits[1, 2], logits[1, 4] = 1.0, 0.9
+  ar = seen([1, 3, 2], logits)
+  assert audits._judge(target, [9], ar, ar, ar) is None
+  for noise, near in ((0.04, False), (0.06, True)):
+    padded = seen([1, 3, 2], logits + noise)
+    found = audits._judge(target, [9], ar, seen([1, 3, 4], logits), padded)
+    assert (found.position, found.ar_token, found.ddtree_token) == (3, 2, 4)
+    assert found.gap == pytest.approx(0.1) and found.near_tie is near
+  # Other experts in an earlier row: their margin is judged, not the gap.
+  swapped = ar.experts.copy()
+  swapped[0, 0] = (0, 8)
+  other = seen([1, 3, 4], logits, swapped)
+  found = audits._judge(target, [9], ar, other, seen([1, 3, 2], logits + 9))
+  assert (found.layer, found.router_margin) == (0, 7.0)
+  assert found.router_noise == 0 and not found.near_tie
+
+
+def test_a_wrong_first_token_is_judged_by_prefill():
+  target = support.fixture(FIXTURE)
+  ar = seen([1, 2], np.zeros((2, 64)))
+  other = seen([target.config.vocab_size - 1, 2], np.zeros((2, 64)))
+  found = audits._judge(target, [9, 8, 7], ar, other, ar)
+  assert found.position == 3 and found.noise > 0
+
+
+def test_nan_is_a_failure():
+  found = dataclasses.replace(report(), cache_error=float('nan'))
+  assert any('cache' in text for text in audits._failures(found, 'float32'))
+
+
+def test_up_to_the_last_position():
+  """Near the limit the oracle knows less than a block."""
+  target = support.variant('tiny')
+  drafter = api.load_drafter('random', target, 4)
+  prompt = support.prompt_of(target.config, 6)
+  found = audit(target, drafter, prompt, max_new_tokens=10, capacity=16)
+  assert found.failures == []
+  with pytest.raises(UserError, match='nothing is left'):
+    audit(target, drafter, prompt, capacity=6)

@@ -1,13 +1,20 @@
-"""Strict JAX for every test: no silent promotion of dtypes or ranks."""
+"""Strict JAX for every test, and programs that are compiled once."""
 
 import os
+import pathlib
+import tempfile
 
-# Most of the suite's time is LLVM's. Without its optimisations the programs
-# are the same, XLA's passes and IEEE arithmetic included; what run.py does
-# is tested as users run it, see tests/modes.
+# Most of the suite's time is compilation. Without LLVM's optimisations the
+# programs are the same, XLA's passes and IEEE arithmetic included; what run.py
+# does is tested as users run it, see tests/modes. And what one worker, run or
+# subprocess has compiled, another need not: JAX finds it by its HLO.
 os.environ['XLA_FLAGS'] = ' '.join(
   [os.environ.get('XLA_FLAGS', ''), '--xla_backend_optimization_level=0']
 ).strip()
+CACHE = pathlib.Path(tempfile.gettempdir()) / f'kdtree_jax-xla-{os.getuid()}'
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(CACHE))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 
 import jax  # noqa: E402
 

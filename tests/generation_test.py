@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax import api, generation
+from kdtree_jax import api, generation, sessions
 from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode import init_state
 from kdtree_jax.errors import UserError
@@ -149,7 +149,7 @@ def test_stream_is_generate_in_pieces(pair, rounds):
   target, drafter = pair
   prompts = prompts_of(target, (4, 12))
   wanted = generation.generate_batch(target, drafter, prompts, **OPTIONS)
-  stream = generation.Stream(
+  stream = sessions.Stream(
     target, drafter, prompts, rounds_per_step=rounds, **OPTIONS
   )
   pieces = [[], []]
@@ -164,9 +164,7 @@ def test_stream_is_generate_in_pieces(pair, rounds):
 
 def test_an_interrupted_stream_keeps_its_tokens(pair):
   target, drafter = pair
-  stream = generation.Stream(
-    target, drafter, prompts_of(target, (4,)), **OPTIONS
-  )
+  stream = sessions.Stream(target, drafter, prompts_of(target, (4,)), **OPTIONS)
   updates = iter(stream)
   taken = [next(updates).new_ids[0] for _ in range(3)]
   updates.close()
@@ -174,6 +172,37 @@ def test_an_interrupted_stream_keeps_its_tokens(pair):
   assert result.output_ids == sum(taken, [])
   assert result.stop_reason == 'interrupted'
   assert result.target_forwards == 3
+
+
+def test_a_stream_goes_on_where_it_was_left(pair):
+  target, drafter = pair
+  prompts = prompts_of(target, (4,))
+  stream = sessions.Stream(target, drafter, prompts, **OPTIONS)
+  (waiting,) = stream.results()
+  assert (waiting.output_ids, waiting.stop_reason) == ([], 'interrupted')
+  for update in stream:
+    first = update.new_ids[0]
+    break
+  rest = sum((update.new_ids[0] for update in stream), [])
+  (wanted,) = generation.generate_batch(target, drafter, prompts, **OPTIONS)
+  assert first + rest == wanted.output_ids
+  assert stream.results()[0].seconds.prefill > 0
+
+
+@pytest.mark.parametrize('name', ('oracle', 'adversarial'))
+def test_golden_drafters_know_the_draws_of_their_seed(name):
+  target = support.variant('tiny')
+  drafter = api.load_drafter(name, target, 4)
+  results = generation.generate_batch(
+    target,
+    drafter,
+    [[1, 2], [3]],
+    seeds=[70, 3],
+    **OPTIONS | {'temperature': 2.0, 'max_new_tokens': 12},
+  )
+  wanted = 4 if name == 'oracle' else 1
+  for result in results:
+    assert set(result.acceptance_lengths) == {wanted}
 
 
 def letters(ids):
@@ -190,7 +219,7 @@ def test_stop_strings_cross_token_borders(pair, place, rounds):
   text = letters(free.output_ids)
   stop = text[2 * place + 1 : 2 * place + 4]
   end = text.index(stop) + len(stop)
-  stream = generation.Stream(
+  stream = sessions.Stream(
     target,
     drafter,
     prompts,
@@ -218,7 +247,7 @@ def test_turns_equal_a_fresh_run_on_the_whole_text(pair, temperature):
     'temperature': temperature,
   }
   for used in (drafter, None):
-    talk = generation.Conversation(target, used, **options)
+    talk = sessions.Conversation(target, used, **options)
     text = []
     for turn, count in ((5, 9), (1, 3), (19, 14)):
       ids = support.prompt_of(target.config, turn, seed=turn)
@@ -242,7 +271,7 @@ def test_a_turn_after_a_stop_follows_the_stop(pair):
   free = generation.generate(target, None, prompt, **OPTIONS)
   stop = free.output_ids[3]
   options = OPTIONS | {'stop_ids': (stop,)}
-  talk = generation.Conversation(target, None, **options)
+  talk = sessions.Conversation(target, None, **options)
   first = talk.send(prompt)
   assert first.stop_reason == 'stop'
   second = talk.send([7, 8])
@@ -327,11 +356,17 @@ def test_what_cannot_be_is_refused(pair):
   target, drafter = pair
   oracle = api.load_drafter('oracle', target)
   with pytest.raises(UserError, match='oracle'):
-    generation.Conversation(target, oracle)
+    sessions.Conversation(target, oracle)
   with pytest.raises(UserError, match='rounds_per_step=0'):
-    generation.Stream(target, drafter, [[1]], rounds_per_step=0)
+    sessions.Stream(target, drafter, [[1]], rounds_per_step=0)
   with pytest.raises(UserError, match='tokenizer'):
-    generation.Stream(target, drafter, [[1]], stop_strings=('x',))
+    sessions.Stream(target, drafter, [[1]], stop_strings=('x',))
+  with pytest.raises(UserError, match='not empty'):
+    sessions.Stream(target, drafter, [[1]], stop_strings=('',), decode=str)
+  with pytest.raises(UserError, match='1 seeds for 2 prompts'):
+    generation.generate_batch(target, drafter, [[1], [2]], seeds=[5])
+  with pytest.raises(UserError, match='1 golden for 2 prompts'):
+    generation.generate_batch(target, oracle, [[1], [2]], golden=[[1, 2]])
   with pytest.raises(UserError, match='no prompts'):
     generation.generate_batch(target, drafter, [])
   with pytest.raises(UserError, match='empty'):

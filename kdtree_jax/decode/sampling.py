@@ -41,9 +41,13 @@ class SamplingConfig:
 
   def __post_init__(self):
     checks = (
-      ('temperature', 0 <= self.temperature < math.inf, 'at least 0'),
+      (
+        'temperature',
+        self.temperature == 0 or 1e-4 <= self.temperature < math.inf,
+        '0 or at least 0.0001',
+      ),
       ('top_k', 0 <= self.top_k < 2**31, 'at least 0; 0 keeps all'),
-      ('top_p', 0 < self.top_p <= 1, 'above 0, at most 1'),
+      ('top_p', 1e-6 <= self.top_p <= 1, 'in 0.000001..1'),
       ('min_p', 0 <= self.min_p <= 1, 'in 0..1'),
       ('seed', 0 <= self.seed < 2**32, 'in 0..2^32 - 1'),
     )

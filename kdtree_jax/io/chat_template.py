@@ -40,7 +40,8 @@ class ChatTemplate:
     environment.globals['strftime_now'] = _now
     try:
       self._template = environment.from_string(text)
-    except jinja2.TemplateError as e:
+    # Python's own compiler has limits of its own and errors for them.
+    except Exception as e:
       raise TemplateError(f'{where}: no template: {one_line(e)}') from e
 
   @classmethod
@@ -103,9 +104,21 @@ def _text(value: Any) -> str | None:
   return value if isinstance(value, str) else None
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-  """Without jinja's escapes for HTML."""
-  return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | str | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  """The filter of transformers, without jinja's escapes for HTML."""
+  return json.dumps(
+    value,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )
 
 
 def _refuse(message: str) -> None:

@@ -311,13 +311,18 @@ def _mlp_arguments(fields: Fields, kind: str) -> dict[str, Any]:
   normalise = fields.boolean(
     'norm_topk_prob', REQUIRED if stated is REQUIRED and not v2 else False
   )
+  if v2 and normalise and stated is REQUIRED:
+    raise fields.error(
+      'norm_topk_prob',
+      'is True, which transformers ignores for deepseek_v2 and others do not; '
+      'only False is supported',
+    )
   groups = REQUIRED if grouped and not glm else 1
   return arguments | {
     'moe_intermediate_size': fields.integer('moe_intermediate_size', stated),
     'num_experts_per_tok': fields.integer('num_experts_per_tok', stated),
     'n_group': fields.integer('n_group', groups, least=1),
     'topk_group': fields.integer('topk_group', groups, least=1),
-    # transformers does not normalise in this class, whatever the key says.
     'norm_topk_prob': normalise and not v2,
     'routed_scaling_factor': fields.number(
       'routed_scaling_factor', REQUIRED if stated is REQUIRED else 1.0

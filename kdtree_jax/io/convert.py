@@ -1,5 +1,6 @@
 """A checkpoint folder as the contents of a bundle."""
 
+import dataclasses
 import os
 import pathlib
 from typing import Any
@@ -8,7 +9,11 @@ import numpy as np
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.checkpoint_config import model_config, quantization
+from kdtree_jax.io.checkpoint_config import (
+  model_config,
+  quantization,
+  stop_ids,
+)
 from kdtree_jax.io.checkpoint_tensors import (
   drafter_shapes,
   match_drafter,
@@ -42,7 +47,10 @@ def read_checkpoint(
   folder = pathlib.Path(folder)
   raw = read_json(folder / 'config.json')
   where = str(folder / 'config.json')
-  config = model_config(raw, where)
+  # A bundle has one place for what a folder says in two or three.
+  config = dataclasses.replace(
+    model_config(raw, where), eos_token_id=stop_ids(folder, raw)
+  )
   found = quantization(raw, where)
   if found is not None and expanded is None:
     raise UserError(

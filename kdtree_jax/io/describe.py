@@ -110,8 +110,10 @@ def _describe_target(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
 
 
 def _describe_drafter(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
-  config = drafter_config(raw, str(path / 'config.json'))
+  where = str(path / 'config.json')
+  config = drafter_config(raw, where)
   source = SafetensorsSource(path)
+  config = _without_last(config, source, raw, where)
   match = match_drafter(config, source, source_name=str(path))
   rows = _rows(source, match.names.values())
   return [
@@ -121,6 +123,25 @@ def _describe_drafter(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
     *_skipped_lines(match, source),
     *_table(rows),
   ]
+
+
+def _without_last(
+  config: DrafterConfig, source: TensorSource, raw: dict[str, Any], where: str
+) -> DrafterConfig:
+  """The config for a target that ends at the last layer id, if `fc` says so.
+
+  In speculators' layout that id is no tap; only the width of `fc`, one hidden
+  size a tap, tells where the target is unknown.
+  """
+  widths = [
+    source.shape(name)[-1]
+    for name in ('fc.weight', 'model.fc.weight')
+    if name in source.names() and source.shape(name)
+  ]
+  taps = len(config.target_layer_ids)
+  if not config.own_embedding or widths != [(taps - 1) * config.hidden_size]:
+    return config
+  return drafter_config(raw, where, config.target_layer_ids[-1] + 1)
 
 
 def _quantization_lines(found: Quantization | None) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from kdtree_jax.config import (
@@ -21,9 +22,20 @@ from kdtree_jax.config import (
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.checkpoint_config import model_config
 from kdtree_jax.io.drafter_config import ZLAB, drafter_config
-from kdtree_jax.io.files import canonical_json, show
+from kdtree_jax.io.files import (
+  canonical_json,
+  one_line,
+  parse_json,
+  show,
+  sync_folder,
+)
 from kdtree_jax.io.kdtr import Bundle
-from kdtree_jax.io.tensors import INDEX_FILE, SINGLE_FILE, dtype_name
+from kdtree_jax.io.tensors import (
+  INDEX_FILE,
+  SINGLE_FILE,
+  SafetensorsSource,
+  dtype_name,
+)
 
 # Beside the checkpoint proper: what a bundle knows and transformers does not.
 EXTRA_FILE, EXTRA_KEY = 'golden.safetensors', 'kdtr_bundle'
@@ -170,21 +182,30 @@ def write_checkpoint(
 @contextlib.contextmanager
 def _whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
   """A folder under another name that takes its own when it is complete."""
-  temporary = folder.with_name(f'.{folder.name}.{secrets.token_hex(8)}.tmp')
+  # `.` and `..` have names of their own only from the root.
+  whole = pathlib.Path(os.path.abspath(folder))
+  if not whole.name:
+    raise UserError(f'{folder}: exists; convert writes to a new folder')
+  temporary = whole.with_name(f'.{whole.name}.{secrets.token_hex(8)}.tmp')
   try:
     temporary.mkdir()
     try:
       yield temporary
-      for path in temporary.rglob('*'):
-        if path.is_file():
+      for path in [*temporary.rglob('*'), temporary]:
+        if path.is_dir():
+          sync_folder(path)
+        else:
           with open(path, 'rb') as file:
             os.fsync(file.fileno())
-      os.rename(temporary, folder)
+      os.rename(temporary, whole)
     except BaseException:
       shutil.rmtree(temporary, ignore_errors=True)
       raise
+    sync_folder(whole.parent)
   except OSError as e:
     raise UserError(f'{folder}: cannot be written: {e.strerror or e}') from e
+  except safetensors.SafetensorError as e:
+    raise UserError(f'{folder}: cannot be written: {one_line(e)}') from e
 
 
 def _main_dtype(tensors: Mapping[str, np.ndarray]) -> str:
@@ -241,12 +262,17 @@ def read_extra(
   path = folder / EXTRA_FILE
   if not path.exists():
     return default_name, {'converted_from': default_name}, {}
+  # Its dtypes are those of other files here, and so are its errors.
+  source = SafetensorsSource(path)
   try:
-    with safetensors.safe_open(str(path), 'numpy') as file:
-      golden = {name: file.get_tensor(name) for name in file.keys()}
-      extra = json.loads((file.metadata() or {})[EXTRA_KEY])
-    return extra['name'], extra['recipe'], golden
-  except (OSError, KeyError, TypeError, ValueError) as e:
-    raise UserError(f'{path}: is broken: {show(str(e))}') from e
-  except safetensors.SafetensorError as e:
-    raise UserError(f'{path}: is broken: {show(str(e))}') from e
+    extra = parse_json(source.metadata().get(EXTRA_KEY, ''))
+  except ValueError as e:
+    raise UserError(f'{path}: {EXTRA_KEY} is not JSON: {one_line(e)}') from e
+  kinds = {'name': str, 'recipe': dict}
+  if not isinstance(extra, dict) or set(extra) != set(kinds):
+    raise UserError(f'{path}: {EXTRA_KEY} does not hold name and recipe')
+  for key, kind in kinds.items():
+    if not isinstance(extra[key], kind):
+      raise UserError(f'{path}: {EXTRA_KEY}: {key} is {show(extra[key])}')
+  golden = {name: source.read(name) for name in source.names()}
+  return extra['name'], extra['recipe'], golden

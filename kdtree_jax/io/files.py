@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Buffer, Iterable
 from typing import Any
 
 from kdtree_jax.errors import UserError
@@ -17,8 +17,8 @@ def show(value: Any, limit: int = 100) -> str:
   return text if len(text) <= limit else text[: limit - 3] + '...'
 
 
-def one_line(error: Exception) -> str:
-  """An exception's message without line breaks or what cannot be printed."""
+def one_line(error: Exception | str) -> str:
+  """A message without line breaks or what cannot be printed."""
   text = ' '.join(str(error).split())
   return text.encode('ascii', 'backslashreplace').decode()
 
@@ -61,7 +61,7 @@ def canonical_json(value: Any) -> str:
 
 def write_atomically(
   path: os.PathLike | str,
-  chunks: Iterable[bytes],
+  chunks: Iterable[Buffer],
   error: type[UserError] = UserError,
 ) -> None:
   """Writes a whole file or leaves what was there untouched.
@@ -91,14 +91,14 @@ def write_atomically(
       with contextlib.suppress(OSError):
         temporary.unlink()
       raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
   except OSError as e:
     reason = e.strerror or str(e)
     raise error(f'{path}: cannot be written: {reason}') from e
 
 
-def _sync_folder(folder: pathlib.Path) -> None:
-  """Makes a rename durable, where the system can open a folder."""
+def sync_folder(folder: pathlib.Path) -> None:
+  """Makes names in a folder durable, where the system can open a folder."""
   with contextlib.suppress(OSError):
     handle = os.open(folder, os.O_RDONLY)
     try:

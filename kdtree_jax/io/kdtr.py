@@ -6,20 +6,21 @@ with experts one by one, and `golden/<name>`. One metadata key, `kdtr`, holds
 the manifest: configs, recipe, and a digest of every tensor and of itself.
 
 There is one valid file for given contents. A reader therefore compares the
-file with what a writer would have made of it, and no flipped bit survives,
-not even one in padding that no parser looks at.
+header with the one that a writer would have made, the size with what it
+announces and all data with digests, and no flipped bit survives, not even one
+in padding that no parser looks at. Neither side holds the data twice.
 """
 
 import dataclasses
 import hashlib
+import itertools
+import json
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.errors import UserError
@@ -50,6 +51,9 @@ METADATA_KEY = 'kdtr'
 SECTIONS = ('target', 'drafter', 'golden')
 # Golden token ids; other golden tensors are checks of any shape.
 GOLDEN_IDS = ('prompt', 'ar_tokens')
+
+# The order of tensors in a file: that of safetensors, widest values first.
+_FILE_ORDER = ('I64', 'F32', 'I32', 'BF16', 'F16', 'F8_E4M3')
 
 _MANIFEST_KEYS = {
   'version': int,
@@ -101,12 +105,13 @@ def write_bundle(path: os.PathLike | str, bundle: Bundle) -> None:
     tensors = _flatten(bundle)
     check_sizes(bundle.config.to_dict(), 'config')
     _check_contents(bundle)
-    data = _serialise(tensors, _manifest(bundle, tensors))
+    header, names = _header(tensors, _manifest(bundle, tensors))
   except BundleError as e:
     raise BundleError(f'{path}: {e}') from e
   except UserError as e:
     raise BundleError(f'{path}: {one_line(e)}') from e
-  write_atomically(path, [data], BundleError)
+  data = (_bytes(tensors[name]) for name in names)
+  write_atomically(path, itertools.chain([header], data), BundleError)
 
 
 def read_bundle(path: os.PathLike | str) -> Bundle:
@@ -143,7 +148,9 @@ def _read(path: pathlib.Path) -> Bundle:
     if _digest(value) != manifest['tensors'][name]['sha256']:
       raise BundleError(f'tensor {show(name)} does not match its digest')
   # Left: padding, the order of the header, other metadata, other spellings.
-  if _serialise(tensors, text) != _read_bytes(path):
+  header, _ = _header(tensors, text)
+  size = len(header) + sum(value.nbytes for value in tensors.values())
+  if _read_start(path, len(header)) != (header, size):
     raise BundleError('header is not as a writer of bundles makes it')
   sections = {
     section: _section(MappingSource(tensors), section)
@@ -168,9 +175,11 @@ def _read(path: pathlib.Path) -> Bundle:
   return bundle
 
 
-def _read_bytes(path: pathlib.Path) -> bytes:
+def _read_start(path: pathlib.Path, count: int) -> tuple[bytes, int]:
+  """The first bytes of a file and the number of all."""
   try:
-    return path.read_bytes()
+    with open(path, 'rb') as file:
+      return file.read(count), os.fstat(file.fileno()).st_size
   except OSError as e:
     raise BundleError(f'cannot be read: {e.strerror or e}') from e
 
@@ -192,7 +201,12 @@ def _flatten(bundle: Bundle) -> dict[str, np.ndarray]:
 
 
 def _digest(value: np.ndarray) -> str:
-  return hashlib.sha256(value.tobytes()).hexdigest()
+  return hashlib.sha256(_bytes(value)).hexdigest()
+
+
+def _bytes(value: np.ndarray) -> memoryview:
+  """The bytes of a contiguous array, not copied."""
+  return value.reshape(-1).view(np.uint8).data
 
 
 def _manifest(bundle: Bundle, tensors: Mapping[str, np.ndarray]) -> str:
@@ -228,13 +242,38 @@ def _seal(manifest: Mapping[str, Any]) -> str:
   return hashlib.sha256(canonical_json(rest).encode()).hexdigest()
 
 
-def _serialise(tensors: Mapping[str, np.ndarray], manifest: str) -> bytes:
+def _header(
+  tensors: Mapping[str, np.ndarray], manifest: str
+) -> tuple[bytes, list[str]]:
+  """What a file begins with, and the names in the order of their data.
+
+  Byte for byte as `safetensors.numpy.save` has it, which would need all data.
+  """
+  dtypes = {name: dtype_name(value.dtype) for name, value in tensors.items()}
+  for name, dtype in dtypes.items():
+    if dtype not in _FILE_ORDER:
+      raise BundleError(
+        f'tensor {show(name)} has the unsupported dtype {dtype}'
+      )
+  # Names by their UTF-8, which is the order of code points too.
+  names = sorted(tensors, key=lambda n: (_FILE_ORDER.index(dtypes[n]), n))
   # One metadata key: safetensors writes several in random order.
-  metadata = {METADATA_KEY: manifest}
+  header: dict[str, Any] = {'__metadata__': {METADATA_KEY: manifest}}
+  end = 0
+  for name in names:
+    begin, end = end, end + tensors[name].nbytes
+    header[name] = {
+      'dtype': dtypes[name],
+      'shape': list(tensors[name].shape),
+      'data_offsets': [begin, end],
+    }
+  text = json.dumps(header, ensure_ascii=False, separators=(',', ':'))
   try:
-    return safetensors.numpy.save(dict(tensors), metadata=metadata)
-  except safetensors.SafetensorError as e:
-    raise BundleError(f'cannot be serialised: {one_line(e)}') from e
+    data = text.encode()
+  except UnicodeEncodeError as e:
+    raise BundleError(f'a name is no text: {one_line(e)}') from e
+  data += b' ' * (-len(data) % 8)
+  return len(data).to_bytes(8, 'little') + data, names
 
 
 def _parse_manifest(text: str) -> dict[str, Any]:

@@ -255,6 +255,11 @@ def _special_tokens(
   for token in range(first, first + KIMI_RESERVED):
     entry = _content(added.get(str(token)))
     name = f'<|reserved_token_{token}|>' if entry is None else entry
+    # tiktoken would look for it for ever.
+    if not name:
+      raise TokenizerError(
+        f'{path}: added_tokens_decoder: the name of token {token} is empty'
+      )
     if name in names:
       raise TokenizerError(f'{path}: {show(name)} is the name of two tokens')
     names[name] = token

@@ -5,12 +5,13 @@ import itertools
 
 from kdtree_jax import api, generation
 from kdtree_jax.audit import AuditReport, Divergence, audit
-from kdtree_jax.errors import UserError
 from kdtree_jax.io.results import write_jsonl
 from kdtree_jax.modes import texts
 from kdtree_jax.modes.loading import load_target
 from kdtree_jax.modes.run_config import (
   RunConfig,
+  check_budgets,
+  check_output,
   integers,
   required,
   status,
@@ -43,33 +44,43 @@ def run(config: RunConfig) -> int:
   tokenizer = texts.tokenizer_of(config)
   talks = texts.talks(config, tokenizer)
   defaults = generation.GenerateOptions
+  check_budgets(config)
+  check_output(config.output)
   budgets = [defaults.tree_budget]
   if config.tree_budget is not None:
     budgets = integers(config.tree_budget, 'tree_budget')
-  if not budgets:
-    raise UserError('--tree_budget is empty')
+  count = config.max_new_tokens
+  count = defaults.max_new_tokens if count is None else count
   target = load_target(config)
   with status('loading the drafter'):
     drafter = api.load_drafter(
       name, target, config.block_size, config.drafter_attention_factor
     )
   reports = []
-  for talk, budget in itertools.product(talks, budgets):
-    # Of a talk the first turn: what follows would depend on the engine.
-    prompt = texts.next_ids(talk, 0, tokenizer, bool(config.chat))
+  # Of a talk the first turn: what follows would depend on the engine.
+  prompts = [
+    texts.next_ids(talk, 0, tokenizer, bool(config.chat)) for talk in talks
+  ]
+  for (talk, prompt), budget in itertools.product(
+    zip(talks, prompts, strict=True), budgets
+  ):
     with status(f'auditing prompt {talk.prompt.id}, budget {budget}'):
       report = audit(
         target,
         drafter,
         prompt,
         tree_budget=budget,
-        max_new_tokens=config.max_new_tokens or defaults.max_new_tokens,
+        max_new_tokens=count,
         tree_policy=config.tree_policy or defaults.tree_policy,
         chain_seed=bool(config.chain_seed),
         kernels=config.kernels or defaults.kernels,
       )
     print(f'prompt {talk.prompt.id}, budget {budget}: {verdict(report)}')
-    fields = dataclasses.asdict(report)
+    # JSON has no NaN; a failure says it in words.
+    fields = {
+      name: None if value != value else value
+      for name, value in dataclasses.asdict(report).items()
+    }
     reports.append({'id': talk.prompt.id, 'tree_budget': budget} | fields)
   if config.output is not None:
     write_jsonl(config.output, reports)
@@ -78,15 +89,16 @@ def run(config: RunConfig) -> int:
 
 def verdict(report: AuditReport) -> str:
   """A few lines for people."""
+  full = report.full_acceptance_length
+  full = 'what its policy holds' if full is None else f'{full:.2f}'
   lines = [
     'FAILED: ' + '; '.join(report.failures) if report.failures else 'passed',
     f'  DDTree: {describe(report.divergence)}; acceptance length '
     f'{report.acceptance_length:.2f}',
     f'  oracle: {describe(report.oracle_divergence)}; acceptance length '
-    f'{report.oracle_acceptance_length:.2f} of '
-    f'{report.full_acceptance_length:.2f}',
+    f'{report.oracle_acceptance_length:.2f} of {full}',
     f'  cache against a forward without one: {report.cache_error:.2g}; '
-    f'drafter context against a prefill: {report.context_error:.2g}',
+    f'draft against that of a prefill: {report.context_error:.2g}',
   ]
   return '\n'.join(lines)
 

@@ -6,10 +6,23 @@ from kdtree_jax import api
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.convert import read_checkpoint
 from kdtree_jax.io.export import write_checkpoint
+from kdtree_jax.io.files import one_line
 from kdtree_jax.io.kdtr import read_bundle, write_bundle
+from kdtree_jax.io.tensors import read_json
 from kdtree_jax.modes.run_config import RunConfig, required, status
 
 FLAGS = ('target', 'drafter', 'weights', 'output')
+GENERATION_FILE = 'generation_config.json'
+# Of a folder, what a bundle has no place for.
+LEFT_BEHIND = (
+  'tokenizer.json',
+  'tiktoken.model',
+  'tokenizer_config.json',
+  'chat_template.jinja',
+  GENERATION_FILE,
+)
+# Keys that say nothing, and the stop ids, which a bundle has.
+CARRIED = {'eos_token_id', '_from_model_config', 'transformers_version'}
 
 
 def run(config: RunConfig) -> int:
@@ -24,7 +37,26 @@ def run(config: RunConfig) -> int:
     else:
       _to_folder(config, source, output)
   print(f'wrote {output}')
+  for line in left_behind(source):
+    print(line)
   return 0
+
+
+def left_behind(source: pathlib.Path) -> list[str]:
+  """A line for every file of a folder that is not carried over."""
+  lines = []
+  for name in LEFT_BEHIND:
+    path = source / name
+    if not path.is_file():
+      continue
+    what = ''
+    if name == GENERATION_FILE:
+      keys = sorted(set(read_json(path)) - CARRIED)
+      if not keys:
+        continue
+      what = f': {one_line(", ".join(keys))}'
+    lines.append(f'not carried over: {path}{what}')
+  return lines
 
 
 def _to_bundle(

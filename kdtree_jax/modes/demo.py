@@ -1,7 +1,7 @@
 """`--mode=demo`: AR and DDTree give the same tokens, in fewer forwards."""
 
 from kdtree_jax import api, generation
-from kdtree_jax.config import bundled
+from kdtree_jax.api import bundled
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes.run_config import RunConfig, integers, status
@@ -90,7 +90,7 @@ def _print_model(target: api.Target, prompt: list[int]) -> None:
   print(
     f'model: hidden={c.hidden_size} layers={c.num_hidden_layers} '
     f'heads={c.num_attention_heads} kv_lora={c.kv_lora_rank} {experts} '
-    f'vocab={c.vocab_size} ({target.name}, random weights, float32)'
+    f'vocab={c.vocab_size} ({target.name}, float32)'
   )
   print(f'prompt({len(prompt)}): {_ids(prompt)}')
 

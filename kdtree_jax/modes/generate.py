@@ -13,6 +13,8 @@ from kdtree_jax.modes import serving, texts
 from kdtree_jax.modes.loading import load_target, mismatch
 from kdtree_jax.modes.run_config import (
   RunConfig,
+  check_budgets,
+  check_output,
   integers,
   required,
   status,
@@ -68,7 +70,9 @@ def run(config: RunConfig) -> int:
   methods = _methods(config)
   options = _options(config)
   tokenizer = texts.tokenizer_of(config)
-  texts.talks(config, tokenizer)  # wrong flags show before a long load
+  # Wrong flags show before a long load.
+  last = options['seed'] + len(texts.talks(config, tokenizer)) - 1
+  generation.GenerateOptions(**options).sampling([last])
   target = load_target(config)
   with status('loading the drafter'):
     drafter = _drafter(config, target, methods)
@@ -165,8 +169,6 @@ def _plan(
   budgets = [generation.GenerateOptions.tree_budget]
   if config.tree_budget is not None:
     budgets = integers(config.tree_budget, 'tree_budget')
-  if min(budgets, default=0) < 0:
-    raise UserError(f'--tree_budget={min(budgets)} is negative')
   plan = []
   for method in methods:
     if method == 'ar':
@@ -188,17 +190,14 @@ def _methods(config: RunConfig) -> tuple[str, ...]:
       raise UserError(f'--methods={method} is none of {", ".join(METHODS)}')
   if not methods:
     raise UserError(f'--methods is empty; choose from {", ".join(METHODS)}')
-  unused = (
-    'block_size',
-    'tree_budget',
-    'tree_policy',
-    'chain_seed',
-    'drafter_attention_factor',
-  )
+  unused = []
+  if 'ddtree' not in methods:
+    unused += ['tree_budget', 'tree_policy', 'chain_seed']
   if set(methods) == {'ar'}:
-    for flag in ('drafter', *unused):
-      if getattr(config, flag) is not None:
-        raise UserError(f'--{flag} is not used by --methods=ar')
+    unused += ['drafter', 'block_size', 'drafter_attention_factor']
+  for flag in unused:
+    if getattr(config, flag) is not None:
+      raise UserError(f'--{flag} is not used by --methods={",".join(methods)}')
   return tuple(methods)
 
 
@@ -240,6 +239,10 @@ def _options(config: RunConfig) -> dict[str, Any]:
     options['stop_ids'] = ()
   elif config.stop_ids is not None:
     options['stop_ids'] = tuple(integers(config.stop_ids, 'stop_ids'))
+  check_budgets(config)
+  check_output(config.output)
+  if '' in (config.stop_strings or ()):
+    raise UserError('--stop_strings holds an empty string')
   if config.stream and config.dump_trees:
     raise UserError('--stream and --dump_trees exclude each other')
   if config.dump_trees and config.stop_strings:
@@ -248,6 +251,4 @@ def _options(config: RunConfig) -> dict[str, Any]:
     raise UserError(f'--batch_size={config.batch_size} is below 1')
   if (config.batch_size or 1) > 1 and (config.stream or config.dump_trees):
     raise UserError('--stream and --dump_trees take one prompt at a time')
-  # Wrong values show before a long load.
-  generation.GenerateOptions(**options).sampling([options['seed']])
   return options

@@ -75,7 +75,14 @@ def mismatch(
   if drafter is None or not pathlib.Path(drafter.name).exists():
     return None
   for result in results:
-    for length, run in itertools.groupby(result.acceptance_lengths):
+    drafted = [
+      length
+      for length, nodes in zip(
+        result.acceptance_lengths, result.num_nodes, strict=True
+      )
+      if nodes > 1
+    ]
+    for length, run in itertools.groupby(drafted):
       rounds = len(list(run))
       if length == 1 and rounds >= PATIENCE:
         return (

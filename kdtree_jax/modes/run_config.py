@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import pathlib
 import sys
 from collections.abc import Iterator
 
 import rich.console
 
+from kdtree_jax.config import DecodeConfig
 from kdtree_jax.errors import UserError
 
 
@@ -62,6 +64,24 @@ def integers(values: tuple[str, ...], flag: str) -> list[int]:
     raise UserError(
       f'--{flag}={given} is not a comma-separated list of integers'
     ) from None
+
+
+def check_budgets(config: RunConfig) -> None:
+  """Refuses an empty `--tree_budget` and values that no program can have."""
+  if config.tree_budget is None:
+    return
+  budgets = integers(config.tree_budget, 'tree_budget')
+  if not budgets:
+    raise UserError('--tree_budget is empty')
+  for budget in budgets:
+    DecodeConfig(tree_budget=budget, draft_depth=1)
+
+
+def check_output(path: str | None) -> None:
+  """Refuses an `--output` that could not be written after all the work."""
+  folder = pathlib.Path(path or '.').absolute().parent
+  if not folder.is_dir():
+    raise UserError(f'--output={path}: {folder} is no folder')
 
 
 def required(value, flag: str, mode: str):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
-from kdtree_jax import api, generation
+from kdtree_jax import api, generation, sessions
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.io.tokenizer import Tokenizer
 from kdtree_jax.modes.run_config import RunConfig
@@ -79,7 +79,7 @@ def results(
     return generation.generate_batch(
       target, drafter, prompts, seeds=seeds, **options
     )
-  stream = generation.Stream(
+  stream = sessions.Stream(
     target,
     drafter,
     prompts,
@@ -96,7 +96,7 @@ def results(
   return stream.results()
 
 
-def _show(stream: generation.Stream, tokenizer: Tokenizer | None) -> None:
+def _show(stream: sessions.Stream, tokenizer: Tokenizer | None) -> None:
   """Shows text, or ids, as it is committed; Ctrl-C keeps what is there."""
   decoder = None if tokenizer is None else tokenizer.stream()
   show = functools.partial(print, end='', file=sys.stderr, flush=True)

@@ -7,8 +7,9 @@ from pallas_kernels.cache_compact import reference
 
 __all__ = ('cache_compact',)
 
-# Best first: what None picks. XLA's gather and update in place take 7 us on an
-# H200 (27 layers, 16 rows of 576), under the 10 us asked: no kernel pays.
+# Best first: what None picks. XLA's gather and update in place take 5.0 us net
+# of the loop on an H200 (27 layers, 16 rows of 576 in bfloat16), under the 10
+# us asked: no kernel pays.
 _IMPLEMENTATIONS = {'reference': reference.cache_compact}
 
 

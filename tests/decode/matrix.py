@@ -26,9 +26,17 @@ AXES = (
 )
 
 
-def whole() -> list[Case]:
-  """Every combination."""
+def combinations() -> list[Case]:
+  """Every combination of all axes."""
   return [Case(*values) for values in itertools.product(*AXES)]
+
+
+def whole() -> list[Case]:
+  """Every variant, drafter, policy and budget; three prompts at once.
+
+  The rows of a batch are of different lengths: each is a run of its own.
+  """
+  return [case for case in combinations() if case.batch == 3]
 
 
 def pairwise() -> list[Case]:
@@ -38,7 +46,7 @@ def pairwise() -> list[Case]:
   the first of those that are equal. Real models, reduced, are near copies of
   the variants: `each_once` and `whole` have them.
   """
-  remaining = [case for case in whole() if case.variant in support.SMALL]
+  remaining = [c for c in combinations() if c.variant in support.SMALL]
   axes = list(itertools.combinations(range(len(AXES)), 2))
 
   def pairs(case):

@@ -134,9 +134,23 @@ def autoregressive():
   return run_settings(None, 0)[0]
 
 
+@pytest.mark.parametrize(
+  ('drafter', 'budget'),
+  (('oracle', 7), ('dflash', 64), ('repeat', 1), ('random', 7)),
+)
+def test_sampled_output_is_that_of_ar(autoregressive, drafter, budget):
+  check_settings(autoregressive, drafter, budget)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize('budget', (1, 7, 64))
 @pytest.mark.parametrize('drafter', names('drafter'))
-def test_sampled_output_is_that_of_ar(autoregressive, drafter, budget):
+def test_sampled_whole(autoregressive, drafter, budget):
+  check_settings(autoregressive, drafter, budget)
+
+
+def check_settings(autoregressive, drafter, budget):
+  """Every setting, each a row of one batch."""
   tokens, accepted = run_settings(drafter, budget, autoregressive)
   wanted = autoregressive[:, : PROMPT + NEW_TOKENS]
   wrong = (tokens != wanted).any(axis=1).nonzero()[0]

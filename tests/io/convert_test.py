@@ -108,7 +108,7 @@ def test_every_variant_can_be_said(name):
 
 def test_what_cannot_be_said():
   config = dataclasses.replace(load_config('softmax_yarn'), norm_topk_prob=True)
-  with pytest.raises(UserError, match='norm_topk_prob=True cannot be said'):
+  with pytest.raises(UserError, match='norm_topk_prob is True, which'):
     export.target_json(config)
   drafter = dataclasses.replace(fixtures.DRAFTER_CONFIG, own_embedding=True)
   with pytest.raises(UserError, match='own_embedding=True cannot be said'):
@@ -143,6 +143,7 @@ def test_a_crash_leaves_nothing(tmp_path, monkeypatch):
     ('a.kdtr', 'x', {'weights': 'float32'}, '--weights is not used'),
     ('full', 'x', {}, 'a bundle is a .kdtr file'),
     ('full', 'x.kdtr', {}, 'config.json: no such file'),
+    ('a.kdtr', '/', {}, '/: exists; convert'),
   ],
 )
 def test_conversions_that_are_refused(tmp_path, source, output, flags, match):
@@ -152,3 +153,120 @@ def test_conversions_that_are_refused(tmp_path, source, output, flags, match):
   with pytest.raises(UserError, match=match):
     run(tmp_path / source, tmp_path / output, **flags)
   assert not list(tmp_path.glob('.*tmp'))
+
+
+def copy_moonlight(folder, **changes):
+  folder.mkdir()
+  data = (support.DATA / 'moonlight' / 'model.safetensors').read_bytes()
+  (folder / 'model.safetensors').write_bytes(data)
+  raw = fixtures.raw_config('moonlight', **changes)
+  (folder / 'config.json').write_text(json.dumps(raw))
+  return folder
+
+
+@pytest.mark.parametrize('wrapped', [False, True])
+def test_stop_ids_survive_conversions(tmp_path, wrapped):
+  """Of generation_config.json and of a wrapper too."""
+  source = copy_moonlight(tmp_path / 'a', eos_token_id=[5, 1])
+  wanted = (5, 1, 7, 3)
+  if wrapped:
+    text = json.loads((source / 'config.json').read_text())
+    raw = {'model_type': 'kimi_k25', 'text_config': text, 'eos_token_id': 9}
+    (source / 'config.json').write_text(json.dumps(raw))
+    wanted = (9, *wanted)
+  generation = {'eos_token_id': [7, 5, 3]}
+  (source / 'generation_config.json').write_text(json.dumps(generation))
+  assert api.load_target(source).stop_ids == wanted
+  for number in range(2):
+    bundle, folder = tmp_path / f'{number}.kdtr', tmp_path / f'{number}'
+    run(source, bundle)
+    run(bundle, folder)
+    assert api.load_target(bundle).stop_ids == wanted
+    assert api.load_target(folder).stop_ids == wanted
+    source = folder
+
+
+def test_what_a_bundle_has_no_place_for_is_said(tmp_path, capsys):
+  source = copy_moonlight(tmp_path / 'a')
+  generation = {'eos_token_id': 1, 'temperature': 0.6, 'top_p': 0.9}
+  (source / 'generation_config.json').write_text(json.dumps(generation))
+  for name in ('tokenizer.json', 'tiktoken.model', 'chat_template.jinja'):
+    (source / name).write_text('')
+  run(source, tmp_path / 'x.kdtr')
+  assert capsys.readouterr().out.splitlines() == [
+    f'wrote {tmp_path / "x.kdtr"}',
+    f'not carried over: {source / "tokenizer.json"}',
+    f'not carried over: {source / "tiktoken.model"}',
+    f'not carried over: {source / "chat_template.jinja"}',
+    f'not carried over: {source / "generation_config.json"}: '
+    'temperature, top_p',
+  ]
+  (source / 'generation_config.json').write_text('{"eos_token_id": 1}')
+  run(source, tmp_path / 'x.kdtr')
+  run(tmp_path / 'x.kdtr', tmp_path / 'b')
+  assert 'generation_config' not in capsys.readouterr().out
+
+
+EXTRAS = {
+  'no metadata': ({}, None, 'kdtr_bundle is not JSON'),
+  'not JSON': ({}, '{', 'kdtr_bundle is not JSON'),
+  'deep': ({}, '[' * 50_000, 'nested too deeply'),
+  'nan': ({}, '{"name": NaN}', 'NaN is not JSON'),
+  'a list': ({}, '[]', 'does not hold name and recipe'),
+  'a key': ({}, '{"name": "x"}', 'does not hold name and recipe'),
+  'name': ({}, '{"name": 3, "recipe": {}}', 'kdtr_bundle: name is 3'),
+  'recipe': ({}, '{"name": "x", "recipe": []}', r'recipe is \[\]'),
+  'F8': (
+    {'x': np.zeros(2, ml_dtypes.float8_e4m3fn)},
+    '{"name": "x", "recipe": {}}',
+    "'golden/x' has the unsupported dtype F8_E4M3",
+  ),
+  'other F8': (
+    {'x': np.zeros(2, ml_dtypes.float8_e5m2)},
+    '{"name": "x", "recipe": {}}',
+    "golden.safetensors: tensor 'x' of dtype F8_E5M2 cannot be read",
+  ),
+}
+
+
+@pytest.mark.parametrize('case', EXTRAS)
+def test_broken_golden_answers(tmp_path, case):
+  tensors, text, match = EXTRAS[case]
+  source = copy_moonlight(tmp_path / 'a')
+  metadata = None if text is None else {'kdtr_bundle': text}
+  path = source / 'golden.safetensors'
+  safetensors.numpy.save_file(tensors, path, metadata=metadata)
+  with pytest.raises(UserError, match=match) as info:
+    run(source, tmp_path / 'x.kdtr')
+  assert '\n' not in str(info.value)
+
+
+@pytest.mark.parametrize('name', ['.', '', '../here/'])
+def test_folders_without_a_name_of_their_own(tmp_path, monkeypatch, name):
+  folder = tmp_path / 'here'
+  folder.mkdir()
+  monkeypatch.chdir(folder)
+  export.write_checkpoint(name, fixtures.make_bundle())
+  read_checkpoint(folder)
+  with pytest.raises(UserError, match='exists; convert writes'):
+    export.write_checkpoint('..', fixtures.make_bundle())
+  assert [p.name for p in tmp_path.iterdir()] == ['here']
+
+
+def test_a_failure_of_safetensors_leaves_nothing(tmp_path, monkeypatch):
+  def fail(*args, **kwargs):
+    raise safetensors.SafetensorError('Error\nNo space left on device')
+
+  monkeypatch.setattr(safetensors.numpy, 'save_file', fail)
+  with pytest.raises(UserError, match='x: cannot be written: Error No space'):
+    export.write_checkpoint(tmp_path / 'x', fixtures.make_bundle())
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_reaches_the_disk_with_its_names(tmp_path, monkeypatch):
+  synced = []
+  monkeypatch.setattr(export, 'sync_folder', synced.append)
+  export.write_checkpoint(tmp_path / 'x', fixtures.make_bundle())
+  inner, temporary, parent = synced
+  assert (inner.name, inner.parent) == ('dflash', temporary)
+  assert temporary.parent == parent == tmp_path

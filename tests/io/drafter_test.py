@@ -13,6 +13,7 @@ from kdtree_jax.drafters.base import TargetHead
 from kdtree_jax.drafters.dflash import DFlashDrafter, DFlashState
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface as hf
+from kdtree_jax.io.describe import describe
 from kdtree_jax.io.tensors import CheckpointError
 from tests import support
 from tests.io import fixtures
@@ -261,6 +262,23 @@ def test_speculators_layout_is_the_same_drafter(tmp_path):
   own = run(target, drafter)
   assert own.output_ids == zlab.output_ids
   assert own.acceptance_lengths == zlab.acceptance_lengths
+
+
+@pytest.mark.parametrize('stated', [None, 3])
+def test_speculators_are_described_without_their_target(tmp_path, stated):
+  """The last id is the target's depth and no tap: fc tells so."""
+  tensors = speculators_tensors()
+  changes = {'num_target_layers': stated}
+  folder = speculators_folder(tmp_path, tensors, **changes)
+  taps = speculators_raw()['aux_hidden_state_layer_ids'][:-1]
+  listed = ', '.join(str(tap - 1) for tap in taps)
+  assert f'taps after layers {listed} of 3' in describe(folder)
+  speculators_folder(tmp_path, tensors, aux_hidden_state_layer_ids=taps)
+  assert f'taps after layers {listed} of {taps[-1]}' in describe(folder)
+  ids = [*taps, 3, 4]
+  speculators_folder(tmp_path, tensors, aux_hidden_state_layer_ids=ids)
+  with pytest.raises(UserError, match='fc.weight'):
+    describe(folder)
 
 
 def test_a_draft_vocabulary_is_mapped_to_the_targets(tmp_path):

@@ -427,9 +427,14 @@ def test_latent_norms_have_their_own_eps():
   assert config.latent_norm_eps == 1e-5
 
 
-def test_deepseek_v2_never_normalises():
+def test_deepseek_v2_does_not_normalise():
+  """Implementations disagree about what the key does there."""
   raw = raw_config('deepseek_v2_lite', norm_topk_prob=True)
-  assert not hf.model_config(raw).norm_topk_prob
+  with pytest.raises(CheckpointError, match='norm_topk_prob is True, which'):
+    hf.model_config(raw)
+  for value in (None, False):
+    raw = raw_config('deepseek_v2_lite', norm_topk_prob=value)
+    assert not hf.model_config(raw).norm_topk_prob
   raw = raw_config('moonlight', norm_topk_prob=False)
   assert not hf.model_config(raw).norm_topk_prob
 

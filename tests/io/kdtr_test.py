@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import random
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,45 @@ def test_any_safetensors_tool_opens_it(path):
   assert 'target/model.norm.weight' in tensors
   assert 'drafter/fc.weight' in tensors
   np.testing.assert_array_equal(tensors['golden/prompt'], [2, 5, 7])
+
+
+def test_the_file_is_the_one_that_safetensors_writes(path):
+  golden = {
+    'a"é\\\x01\n漢🎉': np.array(3, np.float32),
+    '\uffff': np.zeros((0, 3), np.int64),
+    '𐀀': np.ones(3, ml_dtypes.bfloat16),
+    'half': np.ones(3, np.float16),
+    'odd': np.ones(5, np.int32),
+  }
+  write_bundle(path, make_bundle(golden=golden))
+  tensors, manifest = unpack(path)
+  metadata = {'kdtr': compact(manifest)}
+  assert path.read_bytes() == safetensors.numpy.save(tensors, metadata)
+  check_equal(read_bundle(path), make_bundle(golden=golden))
+
+
+def test_a_name_that_is_no_text(path):
+  with pytest.raises(BundleError, match='a name is no text'):
+    write_bundle(path, make_bundle(golden={'\ud800': np.zeros(1, np.int32)}))
+
+
+def peak(function, *args):
+  """Bytes that Python and NumPy held at most during a call."""
+  tracemalloc.start()
+  try:
+    function(*args)
+    return tracemalloc.get_traced_memory()[1]
+  finally:
+    tracemalloc.stop()
+
+
+def test_data_is_held_once(path):
+  """Nothing of it while writing, the result while reading."""
+  size = 2**25
+  big = np.ones(size // 4, np.int32)
+  bundle = make_bundle(golden={f'x{i}': big for i in range(4)})
+  assert peak(write_bundle, path, bundle) < size / 2
+  assert peak(read_bundle, path) < 4.5 * size
 
 
 def test_parameters_of_a_bundle(path):

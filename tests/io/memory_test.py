@@ -1,6 +1,7 @@
-"""Loading a checkpoint of 2 GB holds little more than its parameters."""
+"""Loading a checkpoint of 1 or 2 GB holds little more than its parameters."""
 
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.io.export import target_json
 from kdtree_jax.io.huggingface import num_parameters, tensor_shapes
+from kdtree_jax.io.tensors import ITEM_BYTES
+from tests.io import fixtures
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ModelConfig(
@@ -41,7 +44,7 @@ import jax
 def peak():
   return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-api.load_target('tests/data/deepseek_v3', 'bfloat16')
+api.load_target(sys.argv[2], 'bfloat16')
 before = peak()
 target = api.load_target(sys.argv[1], 'bfloat16')
 size = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
@@ -49,34 +52,52 @@ print(size, peak() - before)
 """
 
 
-def write_zeros(folder):
+def stored(name, shape, fp8):
+  """Name, dtype and shape of what stands for a weight in a file."""
+  if fp8 and name.endswith(('_proj.weight', '_with_mqa.weight')):
+    blocks = [-(-dim // 128) for dim in shape]
+    return [
+      (name, 'F8_E4M3', list(shape)),
+      (name + '_scale_inv', 'F32', blocks),
+    ]
+  return [(name, 'BF16', list(shape))]
+
+
+def write_zeros(folder, fp8):
   """A sparse file: the header, then as many zeros as it announces."""
   header, offset = {}, 0
-  for name, shape in tensor_shapes(CONFIG).items():
-    size = 2
-    for dim in shape:
-      size *= dim
-    header[name] = {
-      'dtype': 'BF16',
-      'shape': list(shape),
-      'data_offsets': [offset, offset + size],
-    }
-    offset += size
+  for weight, dims in tensor_shapes(CONFIG).items():
+    for name, dtype, shape in stored(weight, dims, fp8):
+      size = math.prod(shape) * ITEM_BYTES[dtype]
+      header[name] = {
+        'dtype': dtype,
+        'shape': shape,
+        'data_offsets': [offset, offset + size],
+      }
+      offset += size
   text = json.dumps(header).encode()
   text += b' ' * (-len(text) % 8)
   with open(folder / 'model.safetensors', 'wb') as file:
     file.write(len(text).to_bytes(8, 'little') + text)
     file.truncate(8 + len(text) + offset)
   raw = target_json(CONFIG, 'BF16')
+  if fp8:
+    quantised = fixtures.raw_config('deepseek_v3_fp8')
+    raw['quantization_config'] = quantised['quantization_config']
   (folder / 'config.json').write_text(json.dumps(raw))
 
 
 @pytest.mark.slow
-def test_the_host_holds_one_tensor_at_a_time(tmp_path):
+@pytest.mark.parametrize(
+  ('alike', 'least', 'most'),
+  [('deepseek_v3', 2e9, 2.4e9), ('deepseek_v3_fp8', 1e9, 1.5e9)],
+)
+def test_the_host_holds_one_tensor_at_a_time(tmp_path, alike, least, most):
+  """Quantised weights stay so: FP8 is half as large as bfloat16."""
   assert 2e9 < 2 * num_parameters(CONFIG) < 2.4e9
-  write_zeros(tmp_path)
+  write_zeros(tmp_path, alike == 'deepseek_v3_fp8')
   done = subprocess.run(
-    [sys.executable, '-c', SCRIPT, str(tmp_path)],
+    [sys.executable, '-c', SCRIPT, str(tmp_path), f'tests/data/{alike}'],
     cwd=ROOT,
     capture_output=True,
     text=True,
@@ -84,5 +105,5 @@ def test_the_host_holds_one_tensor_at_a_time(tmp_path):
   )
   assert done.returncode == 0, done.stderr
   size, grown = map(int, done.stdout.split())
-  assert size > 2e9
+  assert least < size < most
   assert grown < size + LIMIT, f'{grown:,} for {size:,}'

@@ -207,12 +207,29 @@ def test_templates_by_name(tmp_path):
   assert with_template(tmp_path, named).encode_chat([]) == [*b'y']
 
 
+def test_json_in_templates_is_that_of_transformers(tmp_path):
+  template = (
+    '{% set x = {"b": "é<", "a": [1]} %}{{ x | tojson }} '
+    '{{ x | tojson(sort_keys=true, separators=(",", ":")) }} '
+    '{{ x.b | tojson(ensure_ascii=true) }} {{ x.a | tojson(indent=1) }}'
+  )
+  tokenizer = with_template(tmp_path, template)
+  text = tokenizer.decode(tokenizer.encode_chat([]))
+  assert text == (
+    '{"b": "é<", "a": [1]} {"a":[1],"b":"é<"} "\\u00e9<" [\n 1\n]'
+  )
+
+
 TEMPLATES = [
   ('{{ raise_exception("no system role") }}', 'no system role'),
   ('{{ messages[0].x.y }}', 'has no attribute'),
   ('{{ messages.__class__.__mro__ }}', 'unsafe|undefined|access'),
   ('{{ messages.append(1) }}', 'not safely callable|unsafe'),
   ('{% for %}', 'no template'),
+  ('{{ ' + '(' * 5000 + '1' + ')' * 5000 + ' }}', 'no template'),
+  ('{{ ' + '-' * 500 + '1 }}', 'no template'),
+  ('{% if x %}' * 200 + '{% endif %}' * 200, 'no template'),
+  ('{{ messages | tojson(odd=1) }}', "argument 'odd'"),
   (3, 'chat_template is no text'),
 ]
 
@@ -258,6 +275,15 @@ def test_two_tokens_of_one_name(tmp_path):
     json.dumps({'added_tokens_decoder': added})
   )
   with pytest.raises(TokenizerError, match="'x' is the name of two tokens"):
+    load_tokenizer(tmp_path)
+
+
+def test_a_token_without_a_name(tmp_path):
+  write_ranks(tmp_path, [bytes([i]) for i in range(256)])
+  (tmp_path / 'tokenizer_config.json').write_text(
+    json.dumps({'added_tokens_decoder': {'300': {'content': ''}}})
+  )
+  with pytest.raises(TokenizerError, match='the name of token 300 is empty'):
     load_tokenizer(tmp_path)
 
 

@@ -40,15 +40,37 @@ def test_unknown_op_is_an_error(capsys):
   assert 'tree_build' in capsys.readouterr().err
 
 
-def test_cases_are_well_formed():
-  ops = ('tree_build', 'tree_accept', 'cache_compact')
-  cases = list(bench.find_cases(ops))
-  assert {case.op for case in cases} == set(ops)
+def test_another_gpu_is_said_in_one_line(capsys, monkeypatch):
+  class Device:
+    device_kind, compute_capability = 'NVIDIA A100', '8.0'
+
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  monkeypatch.setattr(jax, 'devices', lambda: [Device()])
+  for argv in ([], ['--smoke']):
+    assert bench.main(argv) == 0
+    out = capsys.readouterr().out
+    assert out.startswith('NVIDIA A100 is no Hopper') and out.count('\n') == 1
+
+
+def test_every_op_has_cases():
+  cases = list(bench.find_cases())
+  assert {case.op for case in cases} == set(bench.ops_with_cases())
+  assert len(bench.ops_with_cases()) == 5
   assert len({(case.op, case.name) for case in cases}) == len(cases)
-  for case in cases:
-    assert case.bytes > 0 and ',' not in case.name
-    shapes = jax.eval_shape(case.reference, *input_shapes(case))
-    assert jax.tree.leaves(shapes)
+
+
+@pytest.mark.parametrize(
+  'case', list(bench.find_cases()), ids=lambda case: f'{case.op}: {case.name}'
+)
+def test_a_case_is_well_formed(case):
+  """Its inputs have shapes that its reference takes."""
+  assert case.bytes > 0 and case.flops >= 0
+  assert case.name.isprintable() and '|' not in case.name
+  inputs = input_shapes(case)
+  shapes = jax.eval_shape(case.reference, *inputs)
+  assert jax.tree.leaves(shapes)
+  if case.in_place:
+    assert (shapes.shape, shapes.dtype) == (inputs[0].shape, inputs[0].dtype)
 
 
 def input_shapes(case):
@@ -87,7 +109,13 @@ def test_row_of_a_case():
   np.testing.assert_allclose(
     row['fraction_of_ceiling'], floor / (row['kernel_us'] * 1e-6)
   )
-  assert bench.table_row(row).count('|') == 9
+  loop = CEILINGS.loop_seconds * 1e6 / bench.UNROLL
+  np.testing.assert_allclose(row['kernel_us'] - row['net_us'], loop)
+  assert bench.table_row(row).count('|') == 10
+
+
+def test_the_loops_own_cost_is_measured():
+  assert 0 <= bench.loop_seconds() < 0.1
 
 
 def test_failures_are_reported(capsys):
@@ -97,7 +125,24 @@ def test_failures_are_reported(capsys):
   row = bench.run_case(square_case(kernel=broken), CEILINGS)
   assert not row['ok']
   assert 'no such layout' in bench.table_row(row)
+  assert bench.table_row(row).count('|') == 10
   assert bench._report([row], CEILINGS, None) == 1
+  header, rule = capsys.readouterr().out.splitlines()[:2]
+  assert header.count('|') == rule.count('|') == 10
+
+
+def test_a_failure_of_the_smoke_test_does_not_hide_the_others():
+  def broken(inputs):
+    raise NotImplementedError('no such layout')
+
+  row = bench.run_smoke(square_case(check=broken))
+  assert not row['ok'] and 'no such layout' in row['failure']
+  assert bench.run_smoke(square_case()) == {
+    'op': 'square',
+    'name': 'small',
+    'ok': True,
+    'error': 0.0,
+  }
 
 
 def test_writes_json_lines(tmp_path):

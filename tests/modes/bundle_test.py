@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kdtree_jax import api, generation
-from kdtree_jax.config import bundled
+from kdtree_jax.api import bundled
 from kdtree_jax.io.kdtr import read_bundle, write_bundle
 from kdtree_jax.model import Transformer, init_cache
 from kdtree_jax.modes.make_bundle import make_bundle

@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
-from kdtree_jax.config import bundled
+import run as program
+from kdtree_jax.api import bundled
 from tests import support
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -195,7 +198,21 @@ GENERATE = ('--mode=generate', f'--target={FIXTURE}')
     ((*GENERATE, PROMPT, '--batch_size=2', '--stream'), 'one prompt'),
     ((*GENERATE, PROMPT, '--stop_strings=x'), 'tokenizer'),
     ((*GENERATE, PROMPT, '--prefill_chunk=0'), 'prefill_chunk=0'),
-    ((*GENERATE, PROMPT, '--kernels=mosaic_gpu'), 'needs a Hopper GPU'),
+    ((*GENERATE, PROMPT, '--kernels=mosaic_gpu'), 'needs dtype=bfloat16'),
+    (
+      (*GENERATE, PROMPT, '--kernels=mosaic_gpu', '--dtype=bfloat16'),
+      'needs a Hopper GPU',
+    ),
+    ((*GENERATE, PROMPT, '--output=missing/x.jsonl'), '--output'),
+    (
+      (
+        *(*GENERATE, PROMPT, '--drafter=oracle', '--methods=chain'),
+        '--tree_budget=4',
+      ),
+      '--tree_budget is not used',
+    ),
+    ((*GENERATE, PROMPT, '--drafter=oracle', '--tree_budget='), 'is empty'),
+    ((*GENERATE, PROMPT, '--drafter=oracle', '--tree_budget=99999'), '99999'),
     ((*GENERATE, PROMPT, '--kernels=triton'), '--kernels'),
     ((*GENERATE, PROMPT, f'--drafter={FIXTURE}'), 'config.json'),
     (
@@ -209,9 +226,20 @@ GENERATE = ('--mode=generate', f'--target={FIXTURE}')
   ),
   ids=lambda value: None if isinstance(value, str) else ' '.join(value[-1:]),
 )
-def test_wrong_input_is_one_line(arguments, message):
-  done = run(*arguments)
-  assert done.returncode == 2
-  lines = done.stderr.splitlines()
-  assert len(lines) == 1 and lines[0].startswith('error: '), done.stderr
+def test_wrong_input_is_one_line(arguments, message, monkeypatch, capsys):
+  """In this process: what `run.py` does after its imports."""
+  monkeypatch.chdir(ROOT)
+  with flagsaver.flagsaver():
+    flags.FLAGS.unparse_flags()
+    with pytest.raises(SystemExit) as stopped:
+      program.main(program.parse_flags(['run.py', *arguments]))
+  assert stopped.value.code == 2
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) == 1 and lines[0].startswith('error: '), lines
   assert message in lines[0]
+
+
+def test_wrong_input_in_a_process_of_its_own():
+  done = run('--max_new_tokens=0')
+  assert (done.returncode, done.stdout.count('model: ')) == (2, 1)
+  assert done.stderr.startswith('error: max_new_tokens=0')

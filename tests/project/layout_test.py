@@ -40,7 +40,7 @@ ALLOWED = {
   },
   'reference': set(),
 }
-TOP = {'api', 'audit', 'generation', 'modes', '__init__'}
+TOP = {'api', 'audit', 'generation', 'modes', 'sessions', '__init__'}
 OPS = (
   'cache_compact',
   'grouped_matmul',
