@@ -179,8 +179,17 @@ def _experts(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _store(stack: jax.Array, part: jax.Array, expert: Any, row: Any):
-  """Writes one projection into its place, in place."""
-  return lax.dynamic_update_slice(stack, part[None], (expert, row, 0))
+  """Writes one projection into its place, in place.
+
+  float8 goes as bytes: XLA's CPU backend would convert the whole stack.
+  """
+  dtype = stack.dtype
+  if dtype.itemsize == 1:
+    stack, part = (
+      lax.bitcast_convert_type(x, jnp.uint8) for x in (stack, part)
+    )
+  stack = lax.dynamic_update_slice(stack, part[None], (expert, row, 0))
+  return lax.bitcast_convert_type(stack, dtype)
 
 
 _dequantize = jax.jit(expand, static_argnums=1)

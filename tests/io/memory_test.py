@@ -101,7 +101,7 @@ def test_the_host_holds_one_tensor_at_a_time(tmp_path, alike, least, most):
     cwd=ROOT,
     capture_output=True,
     text=True,
-    timeout=600,
+    timeout=1200,
   )
   assert done.returncode == 0, done.stderr
   size, grown = map(int, done.stdout.split())
