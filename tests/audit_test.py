@@ -117,6 +117,7 @@ def test_features_shifted_by_one(planted):
   assert any('context error' in failure for failure in found.failures)
 
 
+@pytest.mark.slow
 def test_bfloat16_divergences_are_judged():
   found = report('bfloat16')
   assert found.failures == []
@@ -217,6 +218,7 @@ def test_nan_is_a_failure():
   assert any('cache' in text for text in audits._failures(found, 'float32'))
 
 
+@pytest.mark.slow
 def test_up_to_the_last_position():
   """Near the limit the oracle knows less than a block."""
   target = support.variant('tiny')

@@ -310,6 +310,7 @@ def test_a_larger_tree_never_accepts_less():
   assert lengths[0] == 1 < lengths[-1]
 
 
+@pytest.mark.slow
 def test_shrinking_and_growing_in_one_process():
   wanted = golden(12)
   for budget, capacity in ((33, 64), (1, 32), (33, 64), (7, 128)):
@@ -341,6 +342,7 @@ def test_bfloat16_runs_and_repeats_bitwise():
   assert len(first.output_ids) == 12
 
 
+@pytest.mark.slow
 def test_without_jit():
   """JAX_DISABLE_JIT: every operation is legal outside a trace as well."""
   target = support.variant('single_head')

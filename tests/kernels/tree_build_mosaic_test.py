@@ -90,8 +90,8 @@ def test_trees_by_bands_equal_the_reference(monkeypatch):
   # once, and wait for ever on a machine of two cores.
   monkeypatch.setattr(mosaic_bands, '_GROUPS', 1)
   monkeypatch.setattr(mosaic, '_POPPED', 0)
-  # 144 pairs of one score do not fit beside what is above them.
-  check_growth(budget=15, depth=2, num_ranks=12, kinds=2)
+  # 36 pairs of one score do not fit beside what is above them.
+  check_growth(budget=7, depth=2, num_ranks=6, kinds=2)
 
 
 def test_selection_equals_top_k(monkeypatch):

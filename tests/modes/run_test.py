@@ -47,6 +47,7 @@ def test_demo():
   assert 'upper bound' in done.stdout and 'launch overhead' in done.stdout
 
 
+@pytest.mark.slow
 def test_demo_with_other_flags():
   done = run(
     '--drafter=random',
