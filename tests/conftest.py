@@ -16,7 +16,28 @@ os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 
+import gc  # noqa: E402
+
 import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from kdtree_jax.decode.programs import PROGRAMS  # noqa: E402
+
+# A compiled program holds some hundred memory maps, of which Linux allows a
+# process 65530: a worker that compiled the whole matrix crashed at the limit.
+PROGRAMS_AT_ONCE = 60
+_forgotten = [0]
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+  """Forgets what was compiled, now and then, between two tests."""
+  yield
+  if PROGRAMS.compilations - _forgotten[0] > PROGRAMS_AT_ONCE:
+    _forgotten[0] = PROGRAMS.compilations
+    PROGRAMS.clear()
+    jax.clear_caches()
+    gc.collect()
