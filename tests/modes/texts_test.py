@@ -162,6 +162,11 @@ def test_weights_by_flag():
 @dataclasses.dataclass
 class Rounds:
   acceptance_lengths: list[int]
+  nodes: int = 9
+
+  @property
+  def num_nodes(self):
+    return [self.nodes] * len(self.acceptance_lengths)
 
 
 def test_a_drafter_of_another_target_is_noticed():
@@ -173,6 +178,8 @@ def test_a_drafter_of_another_target_is_noticed():
   assert loading.mismatch(None, [dull]) is None
   lively = Rounds([*[1] * 31, 2, *[1] * 31])
   assert loading.mismatch(real, [lively]) is None
+  # Where nothing was drafted nothing can be accepted.
+  assert loading.mismatch(real, [Rounds([1] * 40, nodes=1)]) is None
 
 
 def test_a_bar_on_a_terminal(monkeypatch, capsys):
