@@ -22,6 +22,7 @@ python run.py --mode=inspect --target=FILE.kdtr
 """
 
 import dataclasses
+import os
 import sys
 
 import jax
@@ -278,6 +279,10 @@ def main(argv: list[str]) -> None:
     if not str(error).startswith('implementation:'):
       raise
     sys.exit(_fail(f'--kernels: {error}'))
+  except BrokenPipeError:
+    # A reader such as head has seen enough: no complaint, at exit neither.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
   except KeyboardInterrupt:
     sys.exit(130)
   except MemoryError:
