@@ -37,7 +37,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize('temperature', (0.8,))
+@pytest.mark.parametrize(
+  'temperature', (0.8, pytest.param(0.0, marks=pytest.mark.slow))
+)
 def test_rows_equal_their_single_runs(pair, temperature):
   """Lengths of 1, 7, 30 and 44: the last reaches the capacity early."""
   target, drafter = pair
@@ -236,7 +238,9 @@ def test_stop_strings_cross_token_borders(pair, place, rounds):
   assert sum(result.acceptance_lengths) == len(wanted)
 
 
-@pytest.mark.parametrize('temperature', (0.7,))
+@pytest.mark.parametrize(
+  'temperature', (0.7, pytest.param(0.0, marks=pytest.mark.slow))
+)
 def test_turns_equal_a_fresh_run_on_the_whole_text(pair, temperature):
   target, drafter = pair
   options = {
@@ -333,7 +337,10 @@ def token_paths(tree, row):
   return found
 
 
-@pytest.mark.parametrize('drafter_name', ('random', 'oracle'))
+@pytest.mark.parametrize(
+  'drafter_name',
+  ('random', 'oracle', pytest.param('dflash', marks=pytest.mark.slow)),
+)
 def test_chain_seed_changes_no_token(drafter_name):
   target = support.variant('tiny')
   drafter = api.load_drafter(drafter_name, target, 6)
