@@ -147,9 +147,7 @@ def rounds_before(
   if cut is None:
     return lengths
   begins = np.cumsum([0, *lengths])[:-1]
-  return [
-    length for length, b in zip(lengths, begins, strict=True) if b < cut
-  ]
+  return [length for length, b in zip(lengths, begins, strict=True) if b < cut]
 
 
 def mean_interval(
@@ -199,13 +197,18 @@ def _resampled(
 
 
 def _ratio(tokens: np.ndarray, rounds: np.ndarray) -> np.ndarray:
-  # A resample without any round says nothing; its share is 0 or tiny.
+  """Means of the resamples; NaN where one has no round at all."""
   total = rounds.sum(axis=1)
-  return tokens.sum(axis=1)[total > 0] / total[total > 0]
+  return np.divide(
+    tokens.sum(axis=1),
+    total,
+    out=np.full(len(total), np.nan),
+    where=total > 0,
+  )
 
 
 def _interval(mean: float, spread: np.ndarray) -> Interval:
-  low, high = np.percentile(spread, [2.5, 97.5])
+  low, high = np.nanpercentile(spread, [2.5, 97.5])
   return Interval(float(mean), float(low), float(high))
 
 
