@@ -1,7 +1,6 @@
 """The training loop: one donated step, exact resume, metrics without stalls."""
 
 import dataclasses
-import pathlib
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
