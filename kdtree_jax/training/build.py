@@ -135,7 +135,7 @@ def train_tokenizer(
 def encode(
   tokenizer: tokenizers.Tokenizer, documents: Sequence[Document]
 ) -> tuple[np.ndarray, list[dict[str, Any]]]:
-  """Documents as one stream of uint16 ids, and an entry of the manifest each."""
+  """Documents as one stream of uint16 ids, and their manifest entries."""
   end = tokenizer.token_to_id(END_OF_TEXT)
   parts: list[np.ndarray] = []
   files = []

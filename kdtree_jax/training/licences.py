@@ -10,10 +10,14 @@ PERMISSIVE = (
   'Apache-2.0',
   'BSD-2-Clause',
   'BSD-3-Clause',
+  'CC0-1.0',
+  'CNRI-Python',
   'HPND',
   'ISC',
+  'LLVM-exception',
   'MIT',
   'MIT-0',
+  'MIT-CMU',
   'PSF-2.0',
   'Python-2.0',
   'Unlicense',
@@ -91,7 +95,7 @@ def licence_of_metadata(text: str) -> tuple[str, str | None]:
       return name, None
     return name, ' OR '.join(sorted({str(value) for value in known}))
   words = ' '.join(fields.get('License', '').split())
-  spelled = _NAMES.get(words.lower(), words)
+  spelled = _NAMES.get(words.lower(), _licence_of_text(words) or words)
   return name, _permitted(spelled)
 
 
@@ -120,8 +124,13 @@ def licence_of_folder(folder: pathlib.Path) -> str | None:
   for name in _LICENCE_FILES:
     path = folder / name
     if path.is_file():
-      text = ' '.join(path.read_text(errors='replace').split())
-      if 'GENERAL PUBLIC LICENSE' in text and 'PYTHON' not in text:
-        return None
-      return next((spdx for mark, spdx in _TEXTS if mark in text), None)
+      return _licence_of_text(path.read_text(errors='replace'))
   return None
+
+
+def _licence_of_text(text: str) -> str | None:
+  """What a licence's own words give away; None if it may be copyleft."""
+  text = ' '.join(text.split())
+  if 'GENERAL PUBLIC LICENSE' in text and 'PYTHON SOFTWARE' not in text:
+    return None
+  return next((spdx for mark, spdx in _TEXTS if mark in text), None)
