@@ -6,6 +6,7 @@ the exit status.
 
 from kdtree_jax.modes import (
   audit,
+  bench_acceptance,
   convert,
   demo,
   generate,
@@ -17,6 +18,7 @@ from kdtree_jax.modes import (
 
 MODES = {
   'audit': audit,
+  'bench_acceptance': bench_acceptance,
   'convert': convert,
   'demo': demo,
   'generate': generate,

@@ -48,6 +48,7 @@ ALLOWED = {
     'decode',
     'io',
   },
+  'analysis': {'errors'},
   'reference': set(),
 }
 # Of kdtree_jax, what a file in configs/ is made of.
