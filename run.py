@@ -2,7 +2,8 @@
 
 python run.py
     The demo: autoregressive (AR) and DDTree decoding of a tiny model give
-    the same tokens, DDTree in an eighth of the target forwards.
+    the same tokens, DDTree in an eighth of the target forwards; then a small
+    model trained on Python continues code, with its own drafter.
 
 python run.py --mode=generate --target=DIR --drafter=DIR --prompt_ids=1,2,3
     Continues a prompt by AR, DFlash chain and DDTree; one JSON line a run.

@@ -185,4 +185,5 @@ def _bundle(
       'recipe': dataclasses.asdict(recipe),
       'corpus': corpus.manifest['splits'],
     },
+    tokenizer={TOKENIZER: corpus.tokenizer_path.read_bytes()},
   )

@@ -1,23 +1,16 @@
 """The sweep over budgets and temperatures, end to end on a tiny pair."""
 
-import dataclasses
 import json
 
-import numpy as np
 import pytest
-import tokenizers
 
 from kdtree_jax import api, generation
 from kdtree_jax.decode import SamplingConfig
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.convert import read_checkpoint, read_drafter
-from kdtree_jax.io.kdtr import write_bundle
 from kdtree_jax.modes import bench_acceptance, sweep
 from kdtree_jax.modes.run_config import RunConfig
-from kdtree_jax.training.corpus import END_OF_TEXT, MASK
-from tests import support
+from tests.modes.pair import write_pair
 
-NAME = 'deepseek_v3_trained_drafter'
 SIZES = {
   'num_prompts': 3,
   'prompt_length': 6,
@@ -30,30 +23,8 @@ SIZES = {
 
 @pytest.fixture(scope='module')
 def files(tmp_path_factory):
-  """Target with tokenizer, drafter and corpus, as training leaves them."""
   folder = tmp_path_factory.mktemp('bench')
-  vocab = {chr(ord('0') + i): i for i in range(62)}
-  vocab |= {END_OF_TEXT: 62, MASK: 63}
-  inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-  inner.add_special_tokens([END_OF_TEXT, MASK])
-  text = inner.to_str()
-  bundle = read_checkpoint(support.DATA / NAME)
-  files = {'tokenizer.json': text.encode()}
-  bundle = dataclasses.replace(
-    bundle, tokenizer=files, drafter=None, drafter_config=None
-  )
-  write_bundle(folder / 'target.kdtr', bundle)
-  write_bundle(
-    folder / 'drafter.kdtr', read_drafter(support.DATA / NAME / 'dflash')
-  )
-  corpus = folder / 'corpus'
-  corpus.mkdir()
-  (corpus / 'tokenizer.json').write_text(text)
-  (corpus / 'manifest.json').write_text('{}')
-  rng = np.random.default_rng(0)
-  documents = [rng.integers(2, 60, n) for n in (40, 17, 9, 64, 30)]
-  tokens = np.concatenate([[*document, 62] for document in documents])
-  np.savez(corpus / 'test.npz', tokens=tokens.astype(np.uint16))
+  write_pair(folder)
   return folder
 
 
@@ -181,7 +152,7 @@ def test_mixed_temperatures(files):
 
 def test_prompts_from_a_file(files, tmp_path):
   path = tmp_path / 'p.jsonl'
-  path.write_text('{"id": "a", "prompt": "3aBc"}\n{"prompt": "zz"}\n')
+  path.write_text('{"id": "a", "prompt": "JaBc"}\n{"prompt": "zz"}\n')
   given = config(
     files, corpus=None, prompts=str(path), num_prompts=None, prompt_length=None
   )
