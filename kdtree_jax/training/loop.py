@@ -212,7 +212,7 @@ def _step(task: Task, recipe: TrainRecipe, end_of_text: int):
     metrics = {
       'step': new.step,
       'loss': loss,
-      'gradient_norm': optax.global_norm(gradient),
+      'gradient_norm': optax.tree.norm(gradient),
       **metrics,
     }
     return new, metrics
