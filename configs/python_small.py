@@ -36,4 +36,5 @@ RECIPE = TrainRecipe(
   learning_rate=3e-3,
   final_learning_rate=3e-5,
   warmup_steps=300,
+  checkpoint_every=2000,
 )
