@@ -1,0 +1,119 @@
+"""How a model is trained, as one frozen value in `configs/`."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+from kdtree_jax.config import ModelConfig, config_names, load_config
+from kdtree_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainRecipe:
+  """Schedule, optimiser and data order of one run.
+
+  AdamW on float32 parameters with gradients clipped by their global norm; the
+  learning rate rises linearly and falls along a cosine.
+
+  Attributes:
+    steps: of the optimiser, the whole schedule.
+    batch_size: sequences a step.
+    sequence_length: tokens a sequence; one more is read, as the last label.
+    learning_rate: at the end of the warm-up.
+    final_learning_rate: at the last step.
+    warmup_steps: of them the learning rate rises.
+    weight_decay: of matrices; vectors have none.
+    beta1: of Adam; likewise `beta2`.
+    beta2: see `beta1`.
+    clip_norm: the largest global norm of a gradient.
+    router_bias_step: u of the balancing without auxiliary loss (DeepSeek-V3,
+      arXiv 2412.19437, sec. 2.1.2).
+    compute_dtype: of a forward; parameters and optimiser are float32.
+    seed: of parameters and data order.
+    log_every: steps between two records of metrics.
+    validate_every: steps between two validations.
+    validation_sequences: how many, always the first ones of the split.
+    checkpoint_every: steps between two checkpoints.
+  """
+
+  steps: int
+  batch_size: int
+  sequence_length: int
+  learning_rate: float
+  final_learning_rate: float
+  warmup_steps: int
+  weight_decay: float = 0.1
+  beta1: float = 0.9
+  beta2: float = 0.95
+  clip_norm: float = 1.0
+  router_bias_step: float = 1e-3
+  compute_dtype: str = 'bfloat16'
+  seed: int = 0
+  log_every: int = 20
+  validate_every: int = 500
+  validation_sequences: int = 256
+  checkpoint_every: int = 1000
+
+  def __post_init__(self):
+    for name in (
+      'steps batch_size sequence_length log_every validate_every '
+      'validation_sequences checkpoint_every'
+    ).split():
+      if getattr(self, name) < 1:
+        raise UserError(f'recipe: {name}={getattr(self, name)} is below 1')
+    if not 0 <= self.warmup_steps <= self.steps:
+      raise UserError(
+        f'recipe: warmup_steps={self.warmup_steps} is not in '
+        f'0..steps={self.steps}'
+      )
+    if self.compute_dtype not in ('float32', 'bfloat16'):
+      raise UserError(
+        f'recipe: compute_dtype={self.compute_dtype} is neither float32 nor '
+        'bfloat16'
+      )
+
+  @property
+  def tokens_per_step(self) -> int:
+    return self.batch_size * self.sequence_length
+
+  def with_steps(self, steps: int | None) -> 'TrainRecipe':
+    """The same recipe with another length; the warm-up is at most a tenth."""
+    if steps is None:
+      return self
+    if steps < 1:
+      raise UserError(f'--train_steps={steps} is below 1')
+    warmup = min(self.warmup_steps, -(-steps // 10))
+    return dataclasses.replace(self, steps=steps, warmup_steps=warmup)
+
+
+def recipe_names(attribute: str = 'RECIPE') -> tuple[str, ...]:
+  """The files in `configs/` that hold a recipe under this name."""
+  return tuple(
+    name for name in config_names() if hasattr(_module(name), attribute)
+  )
+
+
+def load_recipe(
+  name: str, attribute: str = 'RECIPE'
+) -> tuple[ModelConfig, Any]:
+  """`CONFIG` and a recipe of `configs/<name>.py`.
+
+  Args:
+    name: of the file.
+    attribute: `RECIPE` is the target's; a drafter's has another name.
+
+  Raises:
+    UserError: no such file, or it holds no such recipe.
+  """
+  config = load_config(name)
+  recipe = getattr(_module(name), attribute, None)
+  if recipe is None:
+    known = ', '.join(recipe_names(attribute))
+    raise UserError(
+      f'configs/{name}.py has no {attribute}; files that have one: {known}'
+    )
+  return config, recipe
+
+
+def _module(name: str):
+  return importlib.import_module(f'configs.{name}')
