@@ -238,7 +238,11 @@ class DFlashModel(nn.Module):
     return self.blocks(embedded[:, None], context, view)[:, 0]
 
   def blocks(
-    self, embedded: jax.Array, context: Sequence[jax.Array], view: View
+    self,
+    embedded: jax.Array,
+    context: Sequence[jax.Array],
+    view: View,
+    remat: bool = False,
   ) -> jax.Array:
     """A blocks a row at once: `[B, A, block_size, H]` -> normed hidden.
 
@@ -246,12 +250,19 @@ class DFlashModel(nn.Module):
       embedded: the embeddings of each root and the masks behind it.
       context: one a layer, as `project` makes them; finite everywhere.
       view: what each block sees of it.
+      remat: a backward pass computes every layer again and keeps none.
     """
+
+    def run(layer, *operands):
+      return layer(*operands)
+
+    if remat:
+      run = nn.remat(run)
     slots = jnp.arange(embedded.shape[2], dtype=jnp.int32)
     cos, sin = self._tables(view.start[:, :, None] + slots[None, None, :])
     hidden = embedded
     for layer, rows in zip(self.layers, context, strict=True):
-      hidden = layer(hidden, cos, sin, rows, view)
+      hidden = run(layer, hidden, cos, sin, rows, view)
     return self.norm(hidden)
 
   def project(self, features: jax.Array, positions: jax.Array) -> jax.Array:
@@ -364,19 +375,30 @@ class DFlashDrafter:
     length: jax.Array,
     head: TargetHead,
   ) -> jax.Array:
-    c = self.config
-    root = jnp.take_along_axis(tokens, length[:, None], axis=1)
-    masks = jnp.full((root.shape[0], c.block_size - 1), c.mask_token_id)
-    block = jnp.concatenate([root, masks.astype(jnp.int32)], axis=1)
-    model, variables = DFlashModel(c), {'params': params}
-    embed, unembed = head
-    if c.own_embedding:
-      embed = functools.partial(model.apply, variables, method='embed')
-    if c.draft_vocab_size is not None:
-      unembed = functools.partial(model.apply, variables, method='unembed')
-    hidden = model.apply(variables, embed(block), state, length)
+    root = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
+    embed, unembed = self.ends(params, head)
+    hidden = DFlashModel(self.config).apply(
+      {'params': params}, embed(self.block(root)), state, length
+    )
     # Slot j predicts the token at its own position; slot 0 is the root.
     return unembed(hidden[:, 1 : self.block_size])
+
+  def block(self, roots: jax.Array) -> jax.Array:
+    """`[...]` int32 -> `[..., trained block]`: the roots, masks behind them."""
+    c = self.config
+    shape = (*roots.shape, c.block_size - 1)
+    masks = jnp.full(shape, c.mask_token_id, jnp.int32)
+    return jnp.concatenate([roots[..., None], masks], axis=-1)
+
+  def ends(self, params: Any, head: TargetHead) -> TargetHead:
+    """Embedding and head: the target's, but for those of its own."""
+    embed, unembed = head
+    model, variables = DFlashModel(self.config), {'params': params}
+    if self.config.own_embedding:
+      embed = functools.partial(model.apply, variables, method='embed')
+    if self.config.draft_vocab_size is not None:
+      unembed = functools.partial(model.apply, variables, method='unembed')
+    return TargetHead(embed, unembed)
 
   def commit(
     self,
