@@ -15,7 +15,8 @@ python run.py --mode=make_bundle --variant=tiny
     Generates a random-weight bundle of configs/tiny.py with golden answers.
 
 python run.py --mode=convert --target=DIR --output=FILE.kdtr
-    A checkpoint folder in the Hugging Face layout to a bundle, or back.
+    A checkpoint folder in the Hugging Face layout to a bundle, or back, its
+    tokenizer included; with --drafter in place of --target a drafter alone.
 
 python run.py --mode=inspect --target=FILE.kdtr
     Says what is in a bundle or a checkpoint folder.
