@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kdtree_jax import registry
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.model import ForwardOutput, Transformer
 from kdtree_jax.training.drafting import (
@@ -20,7 +21,7 @@ from kdtree_jax.training.drafting import (
   target_head,
 )
 from kdtree_jax.training.packing import PackedBatch
-from kdtree_jax.tree import accept, best_first
+from kdtree_jax.tree import accept
 
 
 def acceptance_lengths(
@@ -43,8 +44,9 @@ def acceptance_lengths(
   padded = jnp.pad(following, ((0, 0), (0, 1)))
   root = jnp.zeros((rows,), jnp.int32)
   nothing = jnp.full((1,), -1, jnp.int32)
+  best_first = registry.get('tree_policy', 'best_first')
   for budget in budgets:
-    tree = best_first(logits, root, budget)
+    tree = best_first(logits, root, budget, None)
     chosen = jnp.take_along_axis(padded, tree.depths, axis=1)
     walk = accept(tree, chosen, nothing, max_depth=min(depth, budget))
     lengths.append(walk.acceptance_length)

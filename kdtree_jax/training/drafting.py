@@ -240,7 +240,7 @@ def draft_loss(
   per_sequence = anchors.index.shape[1] * depth * target.config.vocab_size
   at_once = max(1, LOGITS_AT_ONCE // per_sequence)
   operands = (out.hidden, index, drafted, valid)
-  if at_once >= len(hidden):
+  if at_once >= len(out.hidden):
     sums = jax.vmap(of_sequence)(operands)
   else:
     # In pieces, and again in the backward pass: the logits fill no memory.
