@@ -18,6 +18,12 @@ python run.py --mode=convert --target=DIR --output=FILE.kdtr
     A checkpoint folder in the Hugging Face layout to a bundle, or back, its
     tokenizer included; with --drafter in place of --target a drafter alone.
 
+python run.py --mode=make_corpus --corpus_sources=DIR,DIR --output=DIR
+    Python sources and documentation as a tokenizer and token streams.
+
+python run.py --mode=train_target --corpus=DIR --recipe=NAME --output=DIR
+    Trains the model of configs/NAME.py, or goes on with it.
+
 python run.py --mode=inspect --target=FILE.kdtr
     Says what is in a bundle or a checkpoint folder.
 """
@@ -195,7 +201,8 @@ flags.DEFINE_string(
   None,
   'generate: JSONL file, default: standard output. audit: JSONL file, default: '
   'none. make_bundle: .kdtr file, default: VARIANT.kdtr. convert: the .kdtr '
-  'file of a folder, or the new folder of a bundle.',
+  'file of a folder, or the new folder of a bundle. make_corpus: the folder. '
+  'train_target: the folder of the run; one that exists is continued.',
 )
 flags.DEFINE_bool(
   'dump_trees', None, "generate: add every round's tree to the output."
@@ -208,6 +215,29 @@ flags.DEFINE_integer(
   None,
   'generate: of the draws; prompt i has seed + i. Default: 0. make_bundle: of '
   'weights and prompt. Default: from the variant name.',
+)
+flags.DEFINE_list(
+  'corpus_sources',
+  None,
+  'make_corpus: folders of sources: site-packages, the standard library, '
+  'unpacked source distributions. Only permissive licences are taken.',
+)
+flags.DEFINE_integer(
+  'vocab_size', None, 'make_corpus: tokens of the BPE. Default: 4096.'
+)
+flags.DEFINE_integer(
+  'max_tokens', None, 'make_corpus: most training tokens. Default: all.'
+)
+flags.DEFINE_string(
+  'corpus', None, 'train_target: a folder that make_corpus wrote.'
+)
+flags.DEFINE_enum(
+  'recipe', None, config_names(), 'train_target: a file in configs/ with one.'
+)
+flags.DEFINE_integer(
+  'train_steps',
+  None,
+  "train_target: the length of the schedule. Default: the recipe's.",
 )
 
 

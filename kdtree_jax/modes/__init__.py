@@ -11,6 +11,8 @@ from kdtree_jax.modes import (
   generate,
   inspect,
   make_bundle,
+  make_corpus,
+  train_target,
 )
 
 MODES = {
@@ -20,4 +22,6 @@ MODES = {
   'generate': generate,
   'inspect': inspect,
   'make_bundle': make_bundle,
+  'make_corpus': make_corpus,
+  'train_target': train_target,
 }

@@ -49,6 +49,12 @@ class RunConfig:
   dump_trees: bool | None = None
   variant: str | None = None
   seed: int | None = None
+  corpus: str | None = None
+  corpus_sources: tuple[str, ...] | None = None
+  vocab_size: int | None = None
+  max_tokens: int | None = None
+  recipe: str | None = None
+  train_steps: int | None = None
 
 
 def integers(values: tuple[str, ...], flag: str) -> list[int]:

@@ -1,7 +1,6 @@
 """The training loop: one donated step, exact resume, metrics without stalls."""
 
 import dataclasses
-import pathlib
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -202,16 +201,18 @@ def _step(task: Task, recipe: TrainRecipe, end_of_text: int):
     (loss, aux), gradient = jax.value_and_grad(task.loss, has_aux=True)(
       state.params, constants, batch, key
     )
-    updates, opt_state = transform.update(
-      gradient, state.opt_state, state.params
-    )
+    # optax mixes integers and floats.
+    with jax.numpy_dtype_promotion('standard'):
+      updates, opt_state = transform.update(
+        gradient, state.opt_state, state.params
+      )
     params = optax.apply_updates(state.params, updates)
     params, metrics = task.after_step(params, aux)
     new = TrainState(state.step + 1, params, opt_state)
     metrics = {
       'step': new.step,
       'loss': loss,
-      'gradient_norm': optax.global_norm(gradient),
+      'gradient_norm': optax.tree.norm(gradient),
       **metrics,
     }
     return new, metrics

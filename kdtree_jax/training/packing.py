@@ -58,7 +58,7 @@ def pack(windows: jax.Array, end_of_text: int) -> PackedBatch:
 
 
 def pack_bits(mask: jax.Array) -> jax.Array:
-  """`[..., N]` bool to `[..., ceil(N / 32)]` uint32, bit j % 32 of word j / 32."""
+  """`[..., N]` bool to uint32 words; 32 w + i is bit i of word w."""
   n = mask.shape[-1]
   padding = [(0, 0)] * (mask.ndim - 1) + [(0, -n % 32)]
   words = jnp.pad(mask, padding).reshape(*mask.shape[:-1], -1, 32)
