@@ -15,9 +15,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
+from kdtree_jax.drafters.attention import block_attention
 from kdtree_jax.drafters.base import TargetHead
 from kdtree_jax.model.layers import Linear, RMSNorm, SwiGLU, matmul, weight
 from kdtree_jax.model.rope import apply_rope, rope_tables
@@ -129,39 +129,15 @@ class DFlashAttention(nn.Module):
       rows = rows.reshape(*rows.shape[:-1], 2, kv, c.head_dim)
       return rows[..., 0, :, :], rows[..., 1, :, :]
 
-    def product(spec, a, b):
-      return jnp.einsum(
-        spec,
-        a,
-        b,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-      )
-
     # The context is one for all blocks of a row and stays [B, S].
-    keys, values = halves(context)
-    own_keys, own_values = halves(self.keys_values(x, cos, sin))
-    of_context, of_block = self._visible(view, width)
-    scores = jnp.concatenate(
-      [
-        jnp.where(
-          of_context[:, None, None],
-          product('bawkgd,bskd->bkgaws', queries, keys),
-          -jnp.inf,
-        ),
-        jnp.where(
-          lax.expand_dims(of_block, (0, 1, 2, 3)),
-          product('bawkgd,bavkd->bkgawv', queries, own_keys),
-          -jnp.inf,
-        ),
-      ],
-      axis=-1,
+    out = block_attention(
+      queries,
+      halves(context),
+      halves(self.keys_values(x, cos, sin)),
+      self._visible(view, width),
+      c.head_dim**-0.5,
     )
-    probs = jax.nn.softmax(scores * c.head_dim**-0.5, axis=-1).astype(x.dtype)
-    of_context, of_block = jnp.split(probs, [context.shape[1]], axis=-1)
-    out = product('bkgaws,bskd->bawkgd', of_context, values)
-    out = out + product('bkgawv,bavkd->bawkgd', of_block, own_values)
-    return self.o_proj(out.astype(x.dtype).reshape(*x.shape[:3], -1))
+    return self.o_proj(out.reshape(*x.shape[:3], -1))
 
   def _visible(self, view: View, width: int) -> tuple[jax.Array, jax.Array]:
     """Which slot sees which rows, `[B, A, W or 1, S]` and `[W, W]` bool.
@@ -242,7 +218,6 @@ class DFlashModel(nn.Module):
     embedded: jax.Array,
     context: Sequence[jax.Array],
     view: View,
-    remat: bool = False,
   ) -> jax.Array:
     """A blocks a row at once: `[B, A, block_size, H]` -> normed hidden.
 
@@ -250,19 +225,12 @@ class DFlashModel(nn.Module):
       embedded: the embeddings of each root and the masks behind it.
       context: one a layer, as `project` makes them; finite everywhere.
       view: what each block sees of it.
-      remat: a backward pass computes every layer again and keeps none.
     """
-
-    def run(layer, *operands):
-      return layer(*operands)
-
-    if remat:
-      run = nn.remat(run)
     slots = jnp.arange(embedded.shape[2], dtype=jnp.int32)
     cos, sin = self._tables(view.start[:, :, None] + slots[None, None, :])
     hidden = embedded
     for layer, rows in zip(self.layers, context, strict=True):
-      hidden = run(layer, hidden, cos, sin, rows, view)
+      hidden = layer(hidden, cos, sin, rows, view)
     return self.norm(hidden)
 
   def project(self, features: jax.Array, positions: jax.Array) -> jax.Array:

@@ -24,9 +24,9 @@ from kdtree_jax.modes.loading import loading
 from kdtree_jax.modes.run_config import RunConfig, required, status
 from kdtree_jax.training.checkpoints import Run
 from kdtree_jax.training.corpus import Corpus, read_corpus
-from kdtree_jax.training.drafter import DrafterRecipe, DraftTask
+from kdtree_jax.training.drafter import DraftTask, drafter_config
 from kdtree_jax.training.loop import Data, Evaluation, fit
-from kdtree_jax.training.recipe import load_recipe
+from kdtree_jax.training.recipe import DrafterRecipe, load_recipe
 from kdtree_jax.training.rollouts import choose_prompts, cut_loops, mix
 
 FLAGS = ('target', 'weights', 'corpus', 'recipe', 'train_steps', 'output')
@@ -86,7 +86,7 @@ def train(
       f'--corpus={corpus.folder}: its tokenizer has {corpus.vocab_size} '
       f'tokens, the target {target.config.vocab_size}'
     )
-  config = recipe.drafter_config(target.config, corpus.mask)
+  config = drafter_config(recipe, target.config, corpus.mask)
   identity = {
     'mode': 'train_drafter',
     'target': [target.config.to_dict(), fingerprint(target)],

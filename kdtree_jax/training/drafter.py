@@ -1,6 +1,5 @@
 """A DFlash drafter as something to learn, for any target of the engine."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.drafters.dflash import DFlashDrafter, default_target_layer_ids
-from kdtree_jax.errors import UserError
 from kdtree_jax.model import Transformer
 from kdtree_jax.training.acceptance import measure
 from kdtree_jax.training.drafting import (
@@ -20,105 +18,45 @@ from kdtree_jax.training.drafting import (
   sample_anchors,
 )
 from kdtree_jax.training.packing import PackedBatch
-from kdtree_jax.training.recipe import TrainRecipe
+from kdtree_jax.training.recipe import DrafterRecipe
 
 # Budgets of the trees that a validation grows.
 BUDGETS = (16, 64)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DrafterRecipe(TrainRecipe):
-  """A drafter's shape and how it is trained; widths are the target's.
+def drafter_config(
+  recipe: DrafterRecipe, target: ModelConfig, mask: int
+) -> DrafterConfig:
+  """The drafter of a target.
 
-  Attributes:
-    num_hidden_layers: of the drafter, as the next four.
-    num_attention_heads: see `num_hidden_layers`.
-    num_key_value_heads: see `num_hidden_layers`.
-    head_dim: see `num_hidden_layers`.
-    intermediate_size: see `num_hidden_layers`.
-    block_size: 1 + positions drafted.
-    target_layer_ids: taps; None: one a drafter's layer, by z-lab's rule.
-    anchors: blocks of a sequence, at most its length.
-    gamma: of the weights exp(-(k - 1) / gamma) of the depths k.
-    hard_weight: share of the target's best token in what a slot is held to;
-      see `drafting.draft_loss`.
-    rollouts: prompts from the corpus that the target continues before the
-      training starts: drafts are judged on what the target says. 0 for none.
-    rollout_share: of the training tokens, those of rollouts, repeated or cut.
-    rollout_tokens: new tokens of each.
-    prompt_tokens: of each prompt, and of those of the validation.
-    temperatures: of the rollouts in turn.
-    validation_rollouts: greedy ones, which the last validation measures.
+  Args:
+    recipe: the drafter's shape.
+    target: whose widths and positions it shares.
+    mask: id of the token that stands for "unknown" in a block.
+
+  Raises:
+    UserError: it does not fit this target.
   """
-
-  num_hidden_layers: int
-  num_attention_heads: int
-  num_key_value_heads: int
-  head_dim: int
-  intermediate_size: int
-  block_size: int
-  target_layer_ids: tuple[int, ...] | None = None
-  anchors: int = 64
-  gamma: float = 4.0
-  hard_weight: float = 0.5
-  rollouts: int = 0
-  rollout_share: float = 0.5
-  rollout_tokens: int = 192
-  prompt_tokens: int = 64
-  temperatures: tuple[float, ...] = (0.0, 1.0)
-  validation_rollouts: int = 128
-
-  def __post_init__(self):
-    super().__post_init__()
-    limits = (
-      ('anchors', 1, self.sequence_length),
-      ('block_size', 2, self.sequence_length),
-      ('hard_weight', 0, 1),
-      ('rollout_share', 0, 0.99),
-      ('rollout_tokens', 1, 1 << 20),
-      ('prompt_tokens', 1, self.sequence_length - 1),
-      ('validation_rollouts', 1, 1 << 20),
-    )
-    for name, least, most in limits:
-      if not least <= getattr(self, name) <= most:
-        raise UserError(
-          f'recipe: {name}={getattr(self, name)} is not in {least}..{most}'
-        )
-    if self.gamma <= 0:
-      raise UserError(f'recipe: gamma={self.gamma} is not positive')
-    if self.rollouts and not self.temperatures:
-      raise UserError('recipe: temperatures is empty')
-
-  def drafter_config(self, target: ModelConfig, mask: int) -> DrafterConfig:
-    """The drafter of a target.
-
-    Args:
-      target: whose widths and positions it shares.
-      mask: id of the token that stands for "unknown" in a block.
-
-    Raises:
-      UserError: it does not fit this target.
-    """
-    taps, layers = self.target_layer_ids, target.num_hidden_layers
-    if taps is None:
-      taps = default_target_layer_ids(layers, self.num_hidden_layers)
-      taps = tuple(min(max(tap, 0), layers - 1) for tap in taps)
-    return DrafterConfig(
-      hidden_size=target.hidden_size,
-      num_hidden_layers=self.num_hidden_layers,
-      num_attention_heads=self.num_attention_heads,
-      num_key_value_heads=self.num_key_value_heads,
-      head_dim=self.head_dim,
-      intermediate_size=self.intermediate_size,
-      vocab_size=target.vocab_size,
-      block_size=self.block_size,
-      mask_token_id=mask,
-      target_layer_ids=taps,
-      num_target_layers=layers,
-      rms_norm_eps=target.rms_norm_eps,
-      rope_theta=target.rope_theta,
-      max_position_embeddings=target.max_position_embeddings,
-    )
+  taps, layers = recipe.target_layer_ids, target.num_hidden_layers
+  if taps is None:
+    taps = default_target_layer_ids(layers, recipe.num_hidden_layers)
+    taps = tuple(min(max(tap, 0), layers - 1) for tap in taps)
+  return DrafterConfig(
+    hidden_size=target.hidden_size,
+    num_hidden_layers=recipe.num_hidden_layers,
+    num_attention_heads=recipe.num_attention_heads,
+    num_key_value_heads=recipe.num_key_value_heads,
+    head_dim=recipe.head_dim,
+    intermediate_size=recipe.intermediate_size,
+    vocab_size=target.vocab_size,
+    block_size=recipe.block_size,
+    mask_token_id=mask,
+    target_layer_ids=taps,
+    num_target_layers=layers,
+    rms_norm_eps=target.rms_norm_eps,
+    rope_theta=target.rope_theta,
+    max_position_embeddings=target.max_position_embeddings,
+  )
 
 
 class DraftTask:

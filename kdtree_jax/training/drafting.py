@@ -14,13 +14,15 @@ from jax import lax
 
 from kdtree_jax.drafters.base import TargetHead
 from kdtree_jax.drafters.dflash import DFlashDrafter, DFlashModel, View
-from kdtree_jax.model import ForwardOutput, Transformer, init_cache
+from kdtree_jax.model import ForwardOutput, Transformer
 from kdtree_jax.training.packing import PackedBatch
+from kdtree_jax.training.target import packed_forward
+from pallas_kernels.quantized import QuantizedArray
 
-# float32 logits that one piece of the loss may hold, and scores of attention
-# that the layers may keep for the backward pass: 2 GiB and 4 GiB.
+# float32 logits that one piece of the loss may hold: 2 GiB.
 LOGITS_AT_ONCE = 1 << 29
-SCORES_TO_KEEP = 1 << 30
+# With more experts, all of them on all rows is slower than sorting rows.
+FEW_EXPERTS = 32
 
 
 class Anchors(NamedTuple):
@@ -91,19 +93,29 @@ def view_of(batch: PackedBatch, anchors: Anchors) -> View:
 def frozen_forward(
   model: Transformer, params: Any, batch: PackedBatch
 ) -> ForwardOutput:
-  """The target on packed sequences: every document by itself, no cache."""
-  cache = init_cache(
-    model.config, len(batch.tokens), 0, params['norm']['weight'].dtype
-  )
-  out = model.apply(
-    {'params': params},
-    batch.tokens,
-    batch.positions,
-    cache,
-    jnp.ones_like(batch.tokens, jnp.bool_),
-    batch.ancestors,
+  """The target on packed sequences: every document by itself, no cache.
+
+  Args:
+    model: with the drafter's taps.
+    params: of the target, as stored; quantised weights are expanded where
+      they are used.
+    batch: B sequences of T tokens.
+  """
+  leaves = jax.tree.leaves(params, is_leaf=_is_quantised)
+  dense = model.config.n_routed_experts <= FEW_EXPERTS
+  dense &= not any(map(_is_quantised, leaves))
+  out = packed_forward(
+    model.config,
+    params,
+    batch,
+    tap_layers=model.tap_layers,
+    implementation='training' if dense else None,
   )
   return lax.stop_gradient(out)
+
+
+def _is_quantised(value: Any) -> bool:
+  return isinstance(value, QuantizedArray)
 
 
 def target_head(model: Transformer, params: Any) -> TargetHead:
@@ -142,17 +154,8 @@ def draft_hidden(
   roots = jnp.take_along_axis(batch.tokens, anchors.index, axis=1)
   embedded = embed(drafter.block(roots)).astype(features.dtype)
   context = model.apply(variables, features, batch.positions, method='project')
-  c = drafter.config
-  keys = batch.tokens.shape[1] + c.block_size
-  scores = embedded[..., 0].size * keys
-  scores *= c.num_attention_heads * c.num_hidden_layers
   hidden = model.apply(
-    variables,
-    embedded,
-    context,
-    view_of(batch, anchors),
-    remat=scores > SCORES_TO_KEEP,
-    method='blocks',
+    variables, embedded, context, view_of(batch, anchors), method='blocks'
   )
   return hidden[:, :, 1 : drafter.block_size]
 
