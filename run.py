@@ -24,6 +24,10 @@ python run.py --mode=make_corpus --corpus_sources=DIR,DIR --output=DIR
 python run.py --mode=train_target --corpus=DIR --recipe=NAME --output=DIR
     Trains the model of configs/NAME.py, or goes on with it.
 
+python run.py --mode=train_drafter --target=FILE --corpus=DIR --recipe=NAME
+    --output=DIR
+    Trains a DFlash drafter for a target, or goes on with it.
+
 python run.py --mode=inspect --target=FILE.kdtr
     Says what is in a bundle or a checkpoint folder.
 """
@@ -52,8 +56,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
   'target',
   None,
-  'generate, audit, inspect, convert: a checkpoint folder in the Hugging Face '
-  'layout or a .kdtr file.',
+  'generate, audit, inspect, convert, train_drafter: a checkpoint folder in '
+  'the Hugging Face layout or a .kdtr file.',
 )
 flags.DEFINE_string(
   'drafter',
@@ -202,7 +206,8 @@ flags.DEFINE_string(
   'generate: JSONL file, default: standard output. audit: JSONL file, default: '
   'none. make_bundle: .kdtr file, default: VARIANT.kdtr. convert: the .kdtr '
   'file of a folder, or the new folder of a bundle. make_corpus: the folder. '
-  'train_target: the folder of the run; one that exists is continued.',
+  'train_target, train_drafter: the folder of the run; one that exists is '
+  'continued.',
 )
 flags.DEFINE_bool(
   'dump_trees', None, "generate: add every round's tree to the output."
@@ -229,15 +234,21 @@ flags.DEFINE_integer(
   'max_tokens', None, 'make_corpus: most training tokens. Default: all.'
 )
 flags.DEFINE_string(
-  'corpus', None, 'train_target: a folder that make_corpus wrote.'
+  'corpus',
+  None,
+  'train_target, train_drafter: a folder that make_corpus wrote.',
 )
 flags.DEFINE_enum(
-  'recipe', None, config_names(), 'train_target: a file in configs/ with one.'
+  'recipe',
+  None,
+  config_names(),
+  'train_target, train_drafter: a file in configs/ with one.',
 )
 flags.DEFINE_integer(
   'train_steps',
   None,
-  "train_target: the length of the schedule. Default: the recipe's.",
+  'train_target, train_drafter: the length of the schedule. Default: that of '
+  'the recipe.',
 )
 
 

@@ -12,6 +12,7 @@ from kdtree_jax.modes import (
   inspect,
   make_bundle,
   make_corpus,
+  train_drafter,
   train_target,
 )
 
@@ -23,5 +24,6 @@ MODES = {
   'inspect': inspect,
   'make_bundle': make_bundle,
   'make_corpus': make_corpus,
+  'train_drafter': train_drafter,
   'train_target': train_target,
 }

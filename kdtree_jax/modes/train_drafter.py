@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import pathlib
 import shutil
+import sys
 import time
 from typing import Any
 
@@ -119,14 +120,19 @@ def train(
       stop_after=stop_after,
       title='train_drafter',
     )
-    if int(state.step) == recipe.steps:
+    measured = any('greedy_divergence' in r for r in folder.records)
+    if int(state.step) == recipe.steps and not measured:
       validate = Evaluation(task, recipe, data.end_of_text)
-      # One token more: a window has a label behind it.
-      stream = np.append(greedy.reshape(-1), greedy.dtype.type(0))
-      found = validate(state.params, stream, target.params)
+      # A window has a label behind it; and as long as the other stream is, it
+      # is the same program.
+      stream = np.zeros(max(greedy.size + 1, len(data.validation)), np.uint16)
+      stream[: greedy.size] = greedy.reshape(-1)
+      found = validate(
+        state.params, stream, target.params, limit=len(greedy)
+      )
       found = {f'greedy_{key}': value for key, value in found.items()}
-      folder.log({'step': recipe.steps, **found})
       write_drafter(output / DRAFTER_FOLDER, config, state.params, recipe)
+      folder.log({'step': recipe.steps, **found})
     return folder.records
   finally:
     folder.close()
@@ -152,20 +158,22 @@ def _rollouts(
   if path.exists():
     with np.load(path) as arrays:
       return arrays['train'], arrays['validation']
-  length = recipe.sequence_length - recipe.prompt_tokens
+  length = recipe.prompt_tokens
+  tokens = max(recipe.rollout_tokens, recipe.sequence_length - length)
+  counts = (recipe.rollouts, recipe.validation_rollouts)
+  # One program for both.
+  roller = Roller(target, length + tokens, min(ROWS, max(counts)))
   found = []
-  for split, count, tokens, temperatures in (
-    ('train', recipe.rollouts, recipe.rollout_tokens, recipe.temperatures),
-    ('validation', recipe.validation_rollouts, length, (0.0,)),
+  for split, count, temperatures in (
+    ('train', recipe.rollouts, recipe.temperatures),
+    ('validation', recipe.validation_rollouts, (0.0,)),
   ):
-    prompts = choose_prompts(
-      corpus.tokens(split),
-      corpus.end_of_text,
-      count,
-      recipe.prompt_tokens,
-      recipe.seed,
-    )
-    found.append(roll_out(target, prompts, tokens, temperatures, recipe.seed))
+    end, stream = corpus.end_of_text, corpus.tokens(split)
+    prompts = choose_prompts(stream, end, count, length, recipe.seed)
+    new = recipe.rollout_tokens
+    if split == 'validation':
+      new = recipe.sequence_length - length
+    found.append(roller(prompts, new, temperatures, recipe.seed))
   temporary = output / f'.{ROLLOUTS}'
   with open(temporary, 'wb') as file:
     np.savez_compressed(file, train=found[0], validation=found[1])
@@ -173,58 +181,80 @@ def _rollouts(
   return found[0], found[1]
 
 
-def roll_out(
-  target: api.Target,
-  prompts: np.ndarray,
-  num_tokens: int,
-  temperatures: tuple[float, ...],
-  seed: int,
-) -> np.ndarray:
-  """`[N, P]` prompts with what the target says: `[N, P + num_tokens]` uint16.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Roller:
+  """Continues prompts in large batches, all by one program.
 
-  Nothing stops a row, an end of text neither.
-
-  Args:
-    target: whose distributions; row i has seed + i.
-    prompts: token ids.
-    num_tokens: to add to each.
-    temperatures: of the rows in turn.
-    seed: of the first row.
+  Attributes:
+    target: whose distributions.
+    capacity: most tokens of prompt and continuation.
+    rows: prompts at once.
   """
-  count, length = prompts.shape
-  if not count:
-    return np.zeros((0, length + num_tokens), np.uint16)
-  size = min(ROWS, count)
-  parts = []
-  begin = time.perf_counter()
-  for first in range(0, count, size):
-    # The last batch is filled up: one program for all.
-    rows = np.arange(first, first + size) % count
+
+  target: api.Target
+  capacity: int
+  rows: int
+
+  def __call__(
+    self,
+    prompts: np.ndarray,
+    num_tokens: int,
+    temperatures: tuple[float, ...],
+    seed: int,
+  ) -> np.ndarray:
+    """`[N, P]` prompts with `num_tokens` more: `[N, P + num_tokens]` uint16.
+
+    Nothing stops a row, an end of text neither.
+
+    Args:
+      prompts: token ids.
+      num_tokens: to add to each.
+      temperatures: of the rows in turn.
+      seed: of the first row; row i has seed + i.
+    """
+    count, length = prompts.shape
+    parts = [np.zeros((0, length + num_tokens), np.uint16)]
+    begin = time.perf_counter()
+    for first in range(0, count, self.rows):
+      # The last batch is filled up.
+      rows = np.arange(first, first + self.rows) % count
+      with status(f'rollouts: {first} of {count}'):
+        tokens = self._batch(
+          prompts[rows], rows, num_tokens, temperatures, seed
+        )
+      parts.append(tokens[:, : length + num_tokens].astype(np.uint16))
+    seconds = time.perf_counter() - begin
+    rate = count * num_tokens / max(seconds, 1e-9)
+    print(
+      f'{count} rollouts in {seconds:.1f} s, {rate:.0f} tokens/s',
+      file=sys.stderr,
+      flush=True,
+    )
+    return np.concatenate(parts)[:count]
+
+  def _batch(self, prompts, rows, num_tokens, temperatures, seed):
+    made = generation.prepare(
+      self.target,
+      None,
+      prompts,
+      None,
+      {
+        'max_new_tokens': num_tokens,
+        'stop_ids': (),
+        'capacity': self.capacity,
+        # Any above 0: the program that draws; each row has its own.
+        'temperature': 1.0,
+      },
+    )
     requests = [
       SamplingConfig(
         temperature=temperatures[row % len(temperatures)], seed=seed + int(row)
       )
       for row in rows
     ]
-    made = generation.prepare(
-      target,
-      None,
-      prompts[rows],
-      None,
-      {
-        'max_new_tokens': num_tokens,
-        'stop_ids': (),
-        'temperature': max(temperatures),
-      },
-    )
     state = made.state.replace(sampling=Sampling.of(requests))
-    with status(f'rollouts: {first + size} of {count}'):
-      state, _ = generate(made.engine, made.params, state)
-    parts.append(np.asarray(state.tokens)[:, : length + num_tokens])
-  seconds = time.perf_counter() - begin
-  rate = len(parts) * size * num_tokens / seconds
-  print(f'{count} rollouts in {seconds:.1f} s, {rate:.0f} tokens/s')
-  return np.concatenate(parts)[:count].astype(np.uint16)
+    state, _ = generate(made.engine, made.params, state)
+    return np.asarray(state.tokens)
 
 
 def drafter_tensors(

@@ -1,6 +1,6 @@
 """A DFlash drafter as something to learn, for any target of the engine."""
 
-import functools
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +10,11 @@ import numpy as np
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.drafters.dflash import DFlashDrafter, default_target_layer_ids
+from kdtree_jax.errors import UserError
 from kdtree_jax.model import Transformer
 from kdtree_jax.training.acceptance import measure
 from kdtree_jax.training.drafting import (
+  DraftLoss,
   draft_loss,
   frozen_forward,
   sample_anchors,
@@ -37,6 +39,12 @@ def drafter_config(
   Raises:
     UserError: it does not fit this target.
   """
+  longest = recipe.sequence_length + recipe.block_size
+  if longest > target.max_position_embeddings:
+    raise UserError(
+      f'recipe: sequence_length and block_size reach to {longest}, the target '
+      f'to max_position_embeddings={target.max_position_embeddings}'
+    )
   taps, layers = recipe.target_layer_ids, target.num_hidden_layers
   if taps is None:
     taps = default_target_layer_ids(layers, recipe.num_hidden_layers)
@@ -59,31 +67,33 @@ def drafter_config(
   )
 
 
+@dataclasses.dataclass(frozen=True)
 class DraftTask:
-  """See `loop.Task`; its constants are the target's parameters, as stored."""
+  """See `loop.Task`; its constants are the target's parameters, as stored.
 
-  def __init__(
-    self, recipe: DrafterRecipe, target: ModelConfig, config: DrafterConfig
-  ):
-    self._recipe = recipe
-    self._drafter = DFlashDrafter(config, config.block_size)
-    self._target = Transformer(target, tap_layers=config.target_layer_ids)
-    self._loss = functools.partial(
-      draft_loss, gamma=recipe.gamma, hard_weight=recipe.hard_weight
-    )
+  Attributes:
+    recipe: what the loss and the validation need of it.
+    target: the frozen model.
+    config: of the drafter.
+  """
+
+  recipe: DrafterRecipe
+  target: ModelConfig
+  config: DrafterConfig
+
+  @property
+  def _models(self) -> tuple[DFlashDrafter, Transformer]:
+    drafter = DFlashDrafter(self.config, self.config.block_size)
+    return drafter, Transformer(self.target, drafter.tap_layers)
 
   def init(self, key: jax.Array) -> Any:
-    return self._drafter.init_params(key, jnp.float32)
+    return self._models[0].init_params(key, jnp.float32)
 
   def loss(
     self, params: Any, constants: Any, batch: PackedBatch, key: jax.Array
   ) -> tuple[jax.Array, Any]:
-    out = frozen_forward(self._target, constants, batch)
-    anchors = sample_anchors(key, batch, self._recipe.anchors)
-    params = self._cast(params)
-    result = self._loss(
-      self._drafter, params, self._target, constants, out, batch, anchors
-    )
+    out = frozen_forward(self._models[1], constants, batch)
+    result = self._loss(params, constants, out, batch, key)
     return result.loss, result
 
   def after_step(
@@ -100,23 +110,18 @@ class DraftTask:
   def evaluate(
     self, params: Any, constants: Any, batch: PackedBatch, key: jax.Array
   ) -> dict[str, jax.Array]:
-    out = frozen_forward(self._target, constants, batch)
-    anchors = sample_anchors(key, batch, self._recipe.anchors)
-    live = batch.counted.any(axis=1, keepdims=True)
-    anchors = anchors._replace(valid=anchors.valid & live)
-    params = self._cast(params)
-    result = self._loss(
-      self._drafter, params, self._target, constants, out, batch, anchors
-    )
+    drafter, target = self._models
+    out = frozen_forward(target, constants, batch)
+    result = self._loss(params, constants, out, batch, key)
     sums = measure(
-      self._drafter,
-      params,
-      self._target,
+      drafter,
+      self._cast(params),
+      target,
       constants,
       out,
       batch,
       budgets=BUDGETS,
-      first=self._recipe.prompt_tokens,
+      first=self.recipe.prompt_tokens,
     )
     return sums | {
       'divergence': result.divergence,
@@ -147,6 +152,23 @@ class DraftTask:
       found[f'acceptance_length_{name}'] = float(length)
     return found
 
+  def _loss(self, params, constants, out, batch, key) -> DraftLoss:
+    drafter, target = self._models
+    anchors = sample_anchors(key, batch, self.recipe.anchors)
+    # A window that fills up a batch teaches nothing.
+    live = batch.counted.any(axis=1, keepdims=True)
+    return draft_loss(
+      drafter,
+      self._cast(params),
+      target,
+      constants,
+      out,
+      batch,
+      anchors._replace(valid=anchors.valid & live),
+      gamma=self.recipe.gamma,
+      hard_weight=self.recipe.hard_weight,
+    )
+
   def _cast(self, params: Any) -> Any:
-    dtype = jnp.dtype(self._recipe.compute_dtype)
+    dtype = jnp.dtype(self.recipe.compute_dtype)
     return jax.tree.map(lambda p: p.astype(dtype), params)

@@ -74,8 +74,10 @@ def mix(
   while total < wanted:
     for row in rng.permutation(len(rollouts)):
       part = rollouts[row].astype(corpus.dtype)
-      parts += [part] if part[-1] == end_of_text else [part, end]
-      total += len(part) + 1
+      if part[-1] != end_of_text:
+        part = np.concatenate([part, end])
+      parts.append(part)
+      total += len(part)
       if total >= wanted:
         break
   return np.concatenate(parts)

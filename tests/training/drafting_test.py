@@ -10,6 +10,7 @@ import pytest
 
 from kdtree_jax import api, generation
 from kdtree_jax.config import SLIDING
+from kdtree_jax.drafters.attention import block_attention
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.model import Transformer
 from kdtree_jax.training import acceptance, drafting
@@ -92,7 +93,15 @@ def parallel_draft(config, block_size):
   return jax.jit(run)
 
 
-@pytest.mark.parametrize('variant', VARIANTS)
+@pytest.mark.parametrize(
+  'variant',
+  [
+    'plain',
+    'sliding',
+    pytest.param('causal', marks=pytest.mark.slow),
+    pytest.param('sliding, from the root', marks=pytest.mark.slow),
+  ],
+)
 def test_every_anchor_drafts_as_the_engine_does(variant):
   target, drafter, params = trained()
   config = dataclasses.replace(drafter.config, **VARIANTS[variant])
@@ -112,14 +121,20 @@ def test_every_anchor_drafts_as_the_engine_does(variant):
 
 def test_an_anchor_sees_its_past_its_document_and_its_own_block_only():
   config = trained()[1].config
-  tokens, anchors = windows(), np.array([[13, 15], [4, 20]], np.int32)
-  draft = parallel_draft(config, 8)
-  plain = np.asarray(draft(tokens, anchors))
+  tokens = windows()
 
-  def moved(row, at, anchors=anchors):
+  def draft(tokens, *anchors):
+    # Seven, so that the program is that of another test.
+    index = np.repeat(np.array(anchors, np.int32), [3, 4], axis=1)
+    return np.asarray(parallel_draft(config, 6)(tokens, index))[:, [0, -1]]
+
+  anchors = [[13, 15], [4, 20]]
+  plain = draft(tokens, *anchors)
+
+  def moved(row, at):
     changed = tokens.copy()
     changed[row, at] = 6 + (changed[row, at] - 5) % 54
-    return np.abs(draft(changed, anchors) - plain).max(axis=(2, 3)) > 0
+    return np.abs(draft(changed, *anchors) - plain).max(axis=(2, 3)) > 0
 
   # What stands behind an anchor, and in the document before: nothing moves.
   assert not moved(0, [3, 9, 16, 20, 28]).any()
@@ -128,7 +143,7 @@ def test_an_anchor_sees_its_past_its_document_and_its_own_block_only():
   assert moved(0, [13]).tolist() == [[True, True], [False, False]]
   assert moved(1, [12]).tolist() == [[False, False], [False, True]]
   # Another block moves nothing.
-  other = np.asarray(draft(tokens, np.array([[13, 24], [4, 9]], np.int32)))
+  other = draft(tokens, [13, 24], [4, 9])
   assert np.array_equal(other[:, 0], plain[:, 0])
 
 
@@ -153,48 +168,91 @@ def test_slots_beyond_the_document_have_no_target():
   assert np.array_equal(valid, np.array(wanted, bool))
 
 
-def loss_of(params=None, *, hard_weight=0.5):
-  target, drafter, trained_params = trained()
-  batch = pack(jnp.asarray(windows()), END)
+def loss_and_gradient():
+  """Compiles them, of parameters and of the share of hard targets."""
+  target, drafter, _ = trained()
   model = Transformer(target.config, drafter.tap_layers)
-  out = drafting.frozen_forward(model, target.params, batch)
-  anchors = drafting.sample_anchors(jax.random.key(0), batch, 5)
-  return drafting.draft_loss(
-    drafter,
-    trained_params if params is None else params,
-    model,
-    target.params,
-    out,
-    batch,
-    anchors,
-    gamma=2.0,
-    hard_weight=hard_weight,
-  )
+
+  def run(params, hard_weight):
+    batch = pack(jnp.asarray(windows()), END)
+    out = drafting.frozen_forward(model, target.params, batch)
+    anchors = drafting.sample_anchors(jax.random.key(0), batch, 5)
+    result = drafting.draft_loss(
+      drafter,
+      params,
+      model,
+      target.params,
+      out,
+      batch,
+      anchors,
+      gamma=2.0,
+      hard_weight=hard_weight,
+    )
+    return result.loss, result
+
+  return jax.jit(jax.value_and_grad(run, has_aux=True))
 
 
-def test_the_loss_is_the_weighted_divergence():
-  run = jax.jit(lambda share: loss_of(hard_weight=share))
-  soft, hard, half = run(0.0), run(1.0), run(0.5)
+def test_the_loss_is_the_weighted_divergence(monkeypatch):
+  params, run = trained()[2], loss_and_gradient()
+  (soft, (hard, _), (half, _)) = (run(params, x)[0] for x in (0.0, 1.0, 0.5))
+  soft, sums = soft
   weights = np.exp(-np.arange(7) / 2.0)
   assert np.array_equal(drafting.position_weights(7, 2.0), np.float32(weights))
-  wanted = (weights * soft.divergence).sum() / (weights * soft.count).sum()
-  assert np.isclose(soft.loss, wanted, rtol=1e-5)
-  assert np.isclose(half.loss, (soft.loss + hard.loss) / 2, rtol=1e-5)
-  assert (np.asarray(soft.divergence) >= 0).all()
-
-
-def test_a_loss_in_pieces_is_the_same(monkeypatch):
-  params = trained()[2]
-
-  def gradient():
-    return jax.jit(jax.value_and_grad(lambda p: loss_of(p).loss))(params)
-
-  loss, wanted = gradient()
+  wanted = (weights * sums.divergence).sum() / (weights * sums.count).sum()
+  assert np.isclose(soft, wanted, rtol=1e-5)
+  assert np.isclose(half, (soft + hard) / 2, rtol=1e-5)
+  assert (np.asarray(sums.divergence) >= 0).all()
+  # In pieces, computed twice, it is the same, and so is its gradient.
+  (_, wanted) = run(params, 0.5)
   monkeypatch.setattr(drafting, 'LOGITS_AT_ONCE', 1)
-  again, found = gradient()
-  assert np.isclose(loss, again, rtol=1e-6)
-  for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+  (again, _), found = loss_and_gradient()(params, 0.5)
+  assert np.isclose(half, again, rtol=1e-6)
+  for a, b in zip(
+    jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True
+  ):
     assert np.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_of_attention_is_that_of_a_plain_softmax():
+  keys = jax.random.split(jax.random.key(0), 6)
+  shapes = [(2, 3, 4, 2, 2, 8), *[(2, 5, 2, 8)] * 2, *[(2, 3, 4, 2, 8)] * 2]
+  q, k, v, own_k, own_v = (
+    jax.random.normal(key, shape)
+    for key, shape in zip(keys, shapes, strict=False)
+  )
+  seen = jax.random.bernoulli(keys[5], 0.5, (2, 3, 1, 5))
+  within = jnp.tril(jnp.ones((4, 4), jnp.bool_))
+
+  def plain(q, k, v, own_k, own_v):
+    scores = jnp.concatenate(
+      [
+        jnp.where(
+          seen[:, None, None], jnp.einsum('bawkgd,bskd->bkgaws', q, k), -jnp.inf
+        ),
+        jnp.where(
+          within[None, None, None, None],
+          jnp.einsum('bawkgd,bavkd->bkgawv', q, own_k),
+          -jnp.inf,
+        ),
+      ],
+      axis=-1,
+    )
+    probs = jax.nn.softmax(scores * 0.3, axis=-1)
+    out = jnp.einsum('bkgaws,bskd->bawkgd', probs[..., :5], v)
+    out = out + jnp.einsum('bkgawv,bavkd->bawkgd', probs[..., 5:], own_v)
+    return jnp.sum(jnp.sin(out))
+
+  def ours(q, k, v, own_k, own_v):
+    out = block_attention(q, (k, v), (own_k, own_v), (seen, within), 0.3)
+    return jnp.sum(jnp.sin(out))
+
+  both = [
+    jax.jit(jax.value_and_grad(f, argnums=range(5)))(q, k, v, own_k, own_v)
+    for f in (plain, ours)
+  ]
+  for wanted, found in zip(*map(jax.tree.leaves, both), strict=True):
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 # -------------------------------------------------------------- acceptance
@@ -241,19 +299,10 @@ def test_measured_on_greedy_text_it_is_what_decoding_accepts():
   loaded = api.LoadedDrafter('test', drafter, params)
   prompt = support.trace(NAME)['prompt']
   first, depth = len(prompt), drafter.block_size - 1
-  results = [
-    generation.generate(
-      target,
-      loaded,
-      prompt,
-      max_new_tokens=40,
-      tree_budget=budget,
-      tree_policy=policy,
-      stop_ids=(),
-    )
-    for policy, budget in (('chain', depth), ('best_first', 16))
-  ]
-  text = [*prompt, *results[0].output_ids]
+  result = generation.generate(
+    target, loaded, prompt, max_new_tokens=40, tree_budget=16, stop_ids=()
+  )
+  text = [*prompt, *result.output_ids]
   batch = pack(jnp.asarray([[*text, 0]], jnp.int32), -1)
   model = Transformer(target.config, drafter.tap_layers)
 
@@ -272,9 +321,9 @@ def test_measured_on_greedy_text_it_is_what_decoding_accepts():
     )
 
   sums = sums_of(batch)
-  for i, result in enumerate(results):
-    lengths = np.array(result.acceptance_lengths)
-    roots = first + np.cumsum(lengths) - lengths
-    counted = lengths[roots + depth < len(text)]
-    assert int(sums['rounds'][i]) == len(counted) > 3
-    assert int(sums['accepted'][i]) == counted.sum()
+  lengths = np.array(result.acceptance_lengths)
+  roots = first + np.cumsum(lengths) - lengths
+  counted = lengths[roots + depth < len(text)]
+  assert int(sums['rounds'][1]) == len(counted) > 3
+  assert int(sums['accepted'][1]) == counted.sum()
+  assert sums['accepted'][0] / sums['rounds'][0] <= counted.mean()
