@@ -36,6 +36,7 @@ RECIPE = TrainRecipe(
   learning_rate=3e-3,
   final_learning_rate=3e-5,
   warmup_steps=300,
+  checkpoint_every=2000,
 )
 
 # A third of the target's parameters. Taps over its whole depth: in so small a

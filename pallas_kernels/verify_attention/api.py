@@ -51,8 +51,9 @@ def verify_attention(
     ancestors: `[B, N, ceil(N / 32)]` uint32 as in `tree_build.bits`, or None
       for a chain: node i sees the new rows j <= i.
     implementation: "reference", "mosaic_gpu" (bfloat16 on a Hopper GPU, see
-      `mosaic_gpu.supported`), "training" (an empty cache and finite rows; its
-      gradient keeps no scores), or None for the best that runs.
+      `mosaic_gpu.supported`), "training" (an empty cache, finite rows, and no
+      node sees a later one; its gradient keeps no scores), or None for the
+      best that runs.
 
   Returns:
     `[B, N, H, R]` in the query's dtype.

@@ -13,6 +13,8 @@ from jax import lax
 
 from pallas_kernels.tree_build import bits
 
+_BLOCK = 256  # Queries that share one set of keys.
+
 
 def verify_attention(
   query: jax.Array,
@@ -21,14 +23,30 @@ def verify_attention(
   value_dim: int,
   scale: float,
 ) -> jax.Array:
-  """See `api.verify_attention`; there is no cache, and rows are finite."""
+  """See `api.verify_attention`; there is no cache, and rows are finite.
+
+  No node sees a later one, in a tree as in a sequence: a block of queries
+  meets the rows up to its own end, which spares almost half of the scores.
+  """
   batch, n = query.shape[:2]
   if ancestors is None:
     causal = np.tril(np.ones((n, n), bool))
     visible = jnp.broadcast_to(causal, (batch, n, n))
   else:
     visible = bits.unpack_bits(ancestors, n)
-  return _attend(query, rows, visible, value_dim, scale)
+  parts = []
+  for start in range(0, n, _BLOCK):
+    end = min(start + _BLOCK, n)
+    parts.append(
+      _attend(
+        query[:, start:end],
+        rows[:, :end],
+        visible[:, start:end, :end],
+        value_dim,
+        scale,
+      )
+    )
+  return jnp.concatenate(parts, axis=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -75,7 +93,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _scores(query, rows, visible, scale):
-  """Scaled float32 scores `[B, N, H, N]`, -inf where nothing is visible."""
+  """Scaled float32 scores `[B, N, H, X]`, -inf where a row is not visible."""
   scores = _einsum('bnhc,bxc->bnhx', query, rows) * scale
   return jnp.where(visible[:, :, None, :], scores, -jnp.inf)
 
