@@ -127,9 +127,7 @@ def train(
       # is the same program.
       stream = np.zeros(max(greedy.size + 1, len(data.validation)), np.uint16)
       stream[: greedy.size] = greedy.reshape(-1)
-      found = validate(
-        state.params, stream, target.params, limit=len(greedy)
-      )
+      found = validate(state.params, stream, target.params, limit=len(greedy))
       found = {f'greedy_{key}': value for key, value in found.items()}
       write_drafter(output / DRAFTER_FOLDER, config, state.params, recipe)
       folder.log({'step': recipe.steps, **found})

@@ -208,9 +208,7 @@ def test_the_loss_is_the_weighted_divergence(monkeypatch):
   monkeypatch.setattr(drafting, 'LOGITS_AT_ONCE', 1)
   (again, _), found = loss_and_gradient()(params, 0.5)
   assert np.isclose(half, again, rtol=1e-6)
-  for a, b in zip(
-    jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True
-  ):
+  for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
     assert np.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
