@@ -25,6 +25,10 @@ python run.py --mode=make_corpus --corpus_sources=DIR,DIR --output=DIR
 python run.py --mode=train_target --corpus=DIR --recipe=NAME --output=DIR
     Trains the model of configs/NAME.py, or goes on with it.
 
+python run.py --mode=train_drafter --target=FILE --corpus=DIR --recipe=NAME
+    --output=DIR
+    Trains a DFlash drafter for a target, or goes on with it.
+
 python run.py --mode=bench_acceptance --target=FILE --drafter=FILE --corpus=DIR
     How much of the drafts is accepted, by budget and temperature, on the
     model's own text and on real text; exit status 1 if an output is not AR's.
@@ -57,8 +61,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
   'target',
   None,
-  'generate, audit, inspect, convert, bench_acceptance: a checkpoint folder '
-  'in the Hugging Face layout or a .kdtr file.',
+  'generate, audit, inspect, convert, bench_acceptance, train_drafter: a '
+  'checkpoint folder in the Hugging Face layout or a .kdtr file.',
 )
 flags.DEFINE_string(
   'drafter',
@@ -218,7 +222,8 @@ flags.DEFINE_string(
   'audit: JSONL file, default: '
   'none. make_bundle: .kdtr file, default: VARIANT.kdtr. convert: the .kdtr '
   'file of a folder, or the new folder of a bundle. make_corpus: the folder. '
-  'train_target: the folder of the run; one that exists is continued.',
+  'train_target, train_drafter: the folder of the run; one that exists is '
+  'continued.',
 )
 flags.DEFINE_bool(
   'dump_trees', None, "generate: add every round's tree to the output."
@@ -264,15 +269,20 @@ flags.DEFINE_integer(
 flags.DEFINE_string(
   'corpus',
   None,
-  'train_target, bench_acceptance: a folder that make_corpus wrote.',
+  'train_target, train_drafter, bench_acceptance: a folder that make_corpus '
+  'wrote.',
 )
 flags.DEFINE_enum(
-  'recipe', None, config_names(), 'train_target: a file in configs/ with one.'
+  'recipe',
+  None,
+  config_names(),
+  'train_target, train_drafter: a file in configs/ with one.',
 )
 flags.DEFINE_integer(
   'train_steps',
   None,
-  "train_target: the length of the schedule. Default: the recipe's.",
+  'train_target, train_drafter: the length of the schedule. Default: that of '
+  'the recipe.',
 )
 
 

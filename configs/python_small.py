@@ -5,7 +5,7 @@ vocabulary of 4096 would otherwise take a quarter of the parameters.
 """
 
 from kdtree_jax.config import ModelConfig
-from kdtree_jax.training.recipe import TrainRecipe
+from kdtree_jax.training.recipe import DrafterRecipe, TrainRecipe
 
 CONFIG = ModelConfig(
   vocab_size=4096,
@@ -37,4 +37,32 @@ RECIPE = TrainRecipe(
   final_learning_rate=3e-5,
   warmup_steps=300,
   checkpoint_every=2000,
+)
+
+# A third of the target's parameters. Taps over its whole depth: in so small a
+# model no layer is far from the output.
+DRAFTER_RECIPE = DrafterRecipe(
+  steps=5000,
+  batch_size=64,
+  sequence_length=512,
+  learning_rate=2e-3,
+  final_learning_rate=2e-5,
+  warmup_steps=200,
+  validate_every=1000,
+  validation_sequences=64,
+  num_hidden_layers=4,
+  num_attention_heads=8,
+  num_key_value_heads=4,
+  head_dim=32,
+  intermediate_size=464,
+  block_size=16,
+  target_layer_ids=(1, 3, 5, 7),
+  anchors=64,
+  gamma=5.0,
+  hard_weight=0.5,
+  rollouts=24576,
+  rollout_share=0.5,
+  rollout_tokens=192,
+  prompt_tokens=128,
+  temperatures=(0.0, 0.8),
 )

@@ -13,6 +13,7 @@ from kdtree_jax.modes import (
   inspect,
   make_bundle,
   make_corpus,
+  train_drafter,
   train_target,
 )
 
@@ -25,5 +26,6 @@ MODES = {
   'inspect': inspect,
   'make_bundle': make_bundle,
   'make_corpus': make_corpus,
+  'train_drafter': train_drafter,
   'train_target': train_target,
 }

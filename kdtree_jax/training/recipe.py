@@ -86,6 +86,70 @@ class TrainRecipe:
     return dataclasses.replace(self, steps=steps, warmup_steps=warmup)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterRecipe(TrainRecipe):
+  """A drafter's shape and how it is trained; widths are the target's.
+
+  Attributes:
+    num_hidden_layers: of the drafter, as the next four.
+    num_attention_heads: see `num_hidden_layers`.
+    num_key_value_heads: see `num_hidden_layers`.
+    head_dim: see `num_hidden_layers`.
+    intermediate_size: see `num_hidden_layers`.
+    block_size: 1 + positions drafted.
+    target_layer_ids: taps; None: one a drafter's layer, by z-lab's rule.
+    anchors: blocks of a sequence, at most its length.
+    gamma: of the weights exp(-(k - 1) / gamma) of the depths k.
+    hard_weight: share of the target's best token in what a slot is held to;
+      see `drafting.draft_loss`.
+    rollouts: prompts from the corpus that the target continues before the
+      training starts: drafts are judged on what the target says. 0 for none.
+    rollout_share: of the training tokens, those of rollouts, repeated or cut.
+    rollout_tokens: new tokens of each.
+    prompt_tokens: of each prompt, and of those of the validation.
+    temperatures: of the rollouts in turn.
+    validation_rollouts: greedy ones, which the last validation measures.
+  """
+
+  num_hidden_layers: int
+  num_attention_heads: int
+  num_key_value_heads: int
+  head_dim: int
+  intermediate_size: int
+  block_size: int
+  target_layer_ids: tuple[int, ...] | None = None
+  anchors: int = 64
+  gamma: float = 4.0
+  hard_weight: float = 0.5
+  rollouts: int = 0
+  rollout_share: float = 0.5
+  rollout_tokens: int = 192
+  prompt_tokens: int = 64
+  temperatures: tuple[float, ...] = (0.0, 1.0)
+  validation_rollouts: int = 128
+
+  def __post_init__(self):
+    super().__post_init__()
+    limits = (
+      ('anchors', 1, self.sequence_length),
+      ('block_size', 2, self.sequence_length),
+      ('hard_weight', 0, 1),
+      ('rollout_share', 0, 0.99),
+      ('rollout_tokens', 1, 1 << 20),
+      ('prompt_tokens', 1, self.sequence_length - 1),
+      ('validation_rollouts', 1, 1 << 20),
+    )
+    for name, least, most in limits:
+      if not least <= getattr(self, name) <= most:
+        raise UserError(
+          f'recipe: {name}={getattr(self, name)} is not in {least}..{most}'
+        )
+    if self.gamma <= 0:
+      raise UserError(f'recipe: gamma={self.gamma} is not positive')
+    if self.rollouts and not self.temperatures:
+      raise UserError('recipe: temperatures is empty')
+
+
 def recipe_names(attribute: str = 'RECIPE') -> tuple[str, ...]:
   """The files in `configs/` that hold a recipe under this name."""
   return tuple(
