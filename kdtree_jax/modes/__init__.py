@@ -6,6 +6,7 @@ the exit status.
 
 from kdtree_jax.modes import (
   audit,
+  bench,
   convert,
   demo,
   generate,
@@ -15,6 +16,7 @@ from kdtree_jax.modes import (
 
 MODES = {
   'audit': audit,
+  'bench': bench,
   'convert': convert,
   'demo': demo,
   'generate': generate,

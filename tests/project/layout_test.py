@@ -40,7 +40,15 @@ ALLOWED = {
   },
   'reference': set(),
 }
-TOP = {'api', 'audit', 'generation', 'modes', 'sessions', '__init__'}
+TOP = {
+  'api',
+  'audit',
+  'benchmark',
+  'generation',
+  'modes',
+  'sessions',
+  '__init__',
+}
 OPS = (
   'cache_compact',
   'grouped_matmul',
