@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -45,8 +46,7 @@ def weight_bytes(
   """Sorts parameters, or shapes of them, by what reads them."""
   kinds = collections.Counter()
   layers = collections.Counter()
-  for path, leaf in jax.tree_util.tree_leaves_with_path(target):
-    names = [getattr(key, 'key', None) for key in path]
+  for names, leaf in flat(target):
     if 'experts' in names:
       layers[int(names[0].removeprefix('layers_'))] += _bytes(leaf)
     elif names[0] in ('embed_tokens', 'lm_head'):
@@ -54,9 +54,7 @@ def weight_bytes(
     else:
       kinds['dense'] += _bytes(leaf)
   own = sum(
-    _bytes(leaf)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(drafter)
-    if path[0].key != 'embed_tokens'
+    _bytes(leaf) for names, leaf in flat(drafter) if names[0] != 'embed_tokens'
   )
   tied = config.tie_word_embeddings
   return WeightBytes(
@@ -73,8 +71,21 @@ def weight_bytes(
   )
 
 
+def flat(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+  """Leaves with the names on their paths."""
+  return [
+    (tuple(str(getattr(key, 'key', key)) for key in path), leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+
+
+def tree_bytes(tree: Any) -> int:
+  """Of all leaves, arrays or shapes."""
+  return sum(_bytes(leaf) for _, leaf in flat(tree))
+
+
 def _bytes(leaf: Any) -> int:
-  return int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+  return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def unique_experts(ids: np.ndarray, rows: int) -> list[int]:

@@ -46,8 +46,8 @@ def _normal(seed, index, shape, dtype):
   key = jax.random.fold_in(jax.random.key(seed), index)
 
   def matrix(key, shape):
-    values = jax.random.normal(key, shape, dtype)
-    return values * jnp.asarray(STD, dtype)
+    # In bfloat16 the draws themselves would be coarse, and their mean not 0.
+    return (STD * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
   if len(shape) == 2:
     return matrix(key, shape)
