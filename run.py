@@ -12,6 +12,10 @@ python run.py --mode=audit --target=DIR --drafter=DIR --prompt_ids=1,2,3
     Says whether DDTree's output is AR's, and judges a divergence by noise
     measured without the engine; exit status 1 if it is no near-tie.
 
+python run.py --mode=bench --config=moonlight --output=moonlight.jsonl
+    Times AR and rounds at several budgets and contexts, beside the bytes
+    that they must move, on random weights of a config's shape.
+
 python run.py --mode=make_bundle --variant=tiny
     Generates a random-weight bundle of configs/tiny.py with golden answers.
 
@@ -61,16 +65,43 @@ flags.DEFINE_string(
 flags.DEFINE_string(
   'target',
   None,
-  'generate, audit, inspect, convert, bench_acceptance, train_drafter: a '
-  'checkpoint folder in the Hugging Face layout or a .kdtr file.',
+  'generate, audit, bench, inspect, convert, bench_acceptance, train_drafter: '
+  'a checkpoint folder in the Hugging Face layout or a .kdtr file.',
+)
+flags.DEFINE_enum(
+  'config',
+  None,
+  config_names(),
+  'generate, audit, bench: instead of --target, random weights in the shape of '
+  'a file in configs/, made on the device.',
+)
+flags.DEFINE_integer(
+  'layers', None, 'with --config: its first so many layers only.'
 )
 flags.DEFINE_string(
   'drafter',
   None,
-  f'demo, generate, audit, bench_acceptance: a DFlash folder, or {_STUBS}. '
-  'oracle knows the answer, adversarial avoids it, random and repeat look at'
-  ' nothing, silent proposes nothing, dflash by name is untrained. Default: '
-  'oracle in the demo.',
+  f'demo, generate, audit, bench, bench_acceptance: a DFlash folder, or '
+  f'{_STUBS}. oracle knows the answer, hit_rate now and then, adversarial '
+  'avoids it, random and repeat look at nothing, silent proposes nothing, dflash by name is untrained. '
+  'Default: oracle in the demo; bench: random weights, 5 layers.',
+)
+flags.DEFINE_float(
+  'hit_rate',
+  None,
+  'generate, audit with --drafter=hit_rate, bench with --end_to_end: how often '
+  'the drafter is right, 0..1. Default: 0.8.',
+)
+flags.DEFINE_list(
+  'context',
+  None,
+  'bench: committed tokens before the step. Default: 512,2048,8192,32768.',
+)
+flags.DEFINE_bool(
+  'end_to_end',
+  None,
+  'bench: also decode --max_new_tokens behind the first context by AR and by '
+  'DDTree, with drafters that are told the answer but pay for a real draft.',
 )
 flags.DEFINE_list(
   'methods',

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax import registry
-from kdtree_jax.config import DecodeConfig, ModelConfig
+from kdtree_jax.config import DecodeConfig, ModelConfig, load_config
 from kdtree_jax.drafters import Drafter
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface, kdtr
 from kdtree_jax.io.tensors import MappingSource, SafetensorsSource
+from kdtree_jax.model import abstract_params
+from kdtree_jax.model.random_params import random_params
 
 DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
 WEIGHTS = ('as_stored', *DTYPES)
@@ -118,11 +120,42 @@ def load_target(
   return Target(path.name, config, params, jax_dtype, stop_ids, {})
 
 
+def random_target(
+  name: str, dtype: str = 'float32', layers: int | None = None
+) -> Target:
+  """Random weights of a config's shape, made on the device.
+
+  Args:
+    name: of a file in `configs/`.
+    dtype: `float32` or `bfloat16`.
+    layers: keep the first so many only; None for all.
+
+  Raises:
+    UserError: no such config, or it has fewer layers.
+  """
+  config, jax_dtype = load_config(name), _dtype(dtype)
+  if layers is not None:
+    if not 1 <= layers <= config.num_hidden_layers:
+      raise UserError(
+        f'layers={layers} is not in 1..{config.num_hidden_layers}, the layers '
+        f'of {name}'
+      )
+    types = config.mlp_layer_types
+    config = dataclasses.replace(
+      config,
+      num_hidden_layers=layers,
+      mlp_layer_types=types and types[:layers],
+    )
+  params = random_params(abstract_params(config, jax_dtype))
+  return Target(name, config, params, jax_dtype, (), {})
+
+
 def load_drafter(
   path_or_name: str | os.PathLike,
   target: Target,
   block_size: int | None = None,
   attention_factor: float | None = None,
+  hit_rate: float | None = None,
 ) -> LoadedDrafter:
   """Loads a DFlash drafter, or makes a stub by its name.
 
@@ -134,17 +167,25 @@ def load_drafter(
       for a stub. A smaller one uses the first positions of the trained block.
     attention_factor: replaces the amplitude of the drafter's YaRN, about
       which engines disagree; it changes the acceptance, never the output.
+    hit_rate: of the stub of that name: how often it is right, 0..1.
 
   Raises:
     UserError: no such drafter, or one that does not fit the target.
   """
   name = str(path_or_name)
+  if hit_rate is not None:
+    if name != 'hit_rate':
+      raise UserError(f'hit_rate is not used by {name}')
+    if not 0 <= hit_rate <= 1:
+      raise UserError(f'hit_rate={hit_rate} is not in 0..1')
   if name in registry.names('drafter'):
     size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
     _check_block_size(size, None)
     if attention_factor is not None:
       raise UserError(f'drafter_attention_factor is not used by {name}')
     drafter = registry.get('drafter', name).create(target.config, size)
+    if hit_rate is not None:
+      drafter = dataclasses.replace(drafter, hit_rate=hit_rate)
     params = drafter.init_params(jax.random.key(0), target.dtype)
     return LoadedDrafter(name, drafter, params)
   path = pathlib.Path(path_or_name)

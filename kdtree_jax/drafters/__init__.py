@@ -6,6 +6,7 @@ Importing the package registers them; `registry.names('drafter')` lists them.
 from kdtree_jax.drafters import (
   adversarial,
   dflash,
+  hit_rate,
   oracle,
   random,
   repeat,
@@ -18,6 +19,7 @@ __all__ = (
   'TargetHead',
   'adversarial',
   'dflash',
+  'hit_rate',
   'oracle',
   'random',
   'repeat',

@@ -31,8 +31,8 @@ def target_tensors(
 def _tensor(config: ModelConfig, params: Any, name: str) -> np.ndarray:
   if name.endswith('.kv_b_proj.weight'):
     prefix = name.removesuffix('kv_b_proj.weight')
-    halves = [_find(params, prefix + half) for half in ('k_b_proj', 'v_b_proj')]
-    both = np.concatenate(halves, axis=1)
+    keys = _find(params, prefix + 'k_b_proj').swapaxes(1, 2)
+    both = np.concatenate([keys, _find(params, prefix + 'v_b_proj')], axis=1)
     return both.reshape(-1, config.kv_lora_rank)
   prefix, mark, rest = name.partition('.mlp.experts.')
   if not mark:

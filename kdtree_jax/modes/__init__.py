@@ -6,6 +6,7 @@ the exit status.
 
 from kdtree_jax.modes import (
   audit,
+  bench,
   bench_acceptance,
   convert,
   demo,
@@ -19,6 +20,7 @@ from kdtree_jax.modes import (
 
 MODES = {
   'audit': audit,
+  'bench': bench,
   'bench_acceptance': bench_acceptance,
   'convert': convert,
   'demo': demo,

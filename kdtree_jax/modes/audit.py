@@ -7,7 +7,7 @@ from kdtree_jax import api, generation
 from kdtree_jax.audit import AuditReport, Divergence, audit
 from kdtree_jax.io.results import write_jsonl
 from kdtree_jax.modes import texts
-from kdtree_jax.modes.loading import load_target
+from kdtree_jax.modes.loading import check_target, load_target
 from kdtree_jax.modes.run_config import (
   RunConfig,
   check_budgets,
@@ -19,7 +19,10 @@ from kdtree_jax.modes.run_config import (
 
 FLAGS = (
   'target',
+  'config',
+  'layers',
   'drafter',
+  'hit_rate',
   'drafter_attention_factor',
   'prompt_ids',
   'prompt',
@@ -39,7 +42,7 @@ FLAGS = (
 
 def run(config: RunConfig) -> int:
   """Prints a verdict for every budget; 1 if one fails."""
-  required(config.target, 'target', 'audit')
+  check_target(config)
   name = required(config.drafter, 'drafter', 'audit')
   tokenizer = texts.tokenizer_of(config)
   talks = texts.talks(config, tokenizer)
@@ -54,7 +57,11 @@ def run(config: RunConfig) -> int:
   target = load_target(config)
   with status('loading the drafter'):
     drafter = api.load_drafter(
-      name, target, config.block_size, config.drafter_attention_factor
+      name,
+      target,
+      config.block_size,
+      config.drafter_attention_factor,
+      config.hit_rate,
     )
   reports = []
   # Of a talk the first turn: what follows would depend on the engine.

@@ -10,20 +10,22 @@ from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.results import write_jsonl
 from kdtree_jax.modes import serving, texts
-from kdtree_jax.modes.loading import load_target, mismatch
+from kdtree_jax.modes.loading import check_target, load_target, mismatch
 from kdtree_jax.modes.run_config import (
   RunConfig,
   check_budgets,
   check_output,
   integers,
   numbers,
-  required,
   status,
 )
 
 FLAGS = (
   'target',
+  'config',
+  'layers',
   'drafter',
+  'hit_rate',
   'methods',
   'drafter_attention_factor',
   'prompt_ids',
@@ -67,7 +69,7 @@ class Run:
 
 def run(config: RunConfig) -> int:
   """Runs every method and budget; 0 when all are written."""
-  required(config.target, 'target', 'generate')
+  check_target(config)
   methods = _methods(config)
   options = _options(config)
   tokenizer = texts.tokenizer_of(config)
@@ -195,7 +197,7 @@ def _methods(config: RunConfig) -> tuple[str, ...]:
   if 'ddtree' not in methods:
     unused += ['tree_budget', 'tree_policy', 'chain_seed']
   if set(methods) == {'ar'}:
-    unused += ['drafter', 'block_size', 'drafter_attention_factor']
+    unused += ['drafter', 'block_size', 'drafter_attention_factor', 'hit_rate']
   for flag in unused:
     if getattr(config, flag) is not None:
       raise UserError(f'--{flag} is not used by --methods={",".join(methods)}')
@@ -211,7 +213,11 @@ def _drafter(
   if name is None:
     raise UserError(f'--methods={",".join(methods)} needs --drafter')
   return api.load_drafter(
-    name, target, config.block_size, config.drafter_attention_factor
+    name,
+    target,
+    config.block_size,
+    config.drafter_attention_factor,
+    config.hit_rate,
   )
 
 

@@ -10,9 +10,11 @@ import rich.console
 import rich.progress
 
 from kdtree_jax import api
+from kdtree_jax.config import load_config
 from kdtree_jax.decode import GenerateResult
+from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import Progress
-from kdtree_jax.modes.run_config import RunConfig, required
+from kdtree_jax.modes.run_config import RunConfig, required, status
 
 # A drafter that is refused so often in a row is probably another target's.
 PATIENCE = 32
@@ -54,8 +56,14 @@ def _size(path: pathlib.Path) -> int | None:
 
 
 def load_target(config: RunConfig) -> api.Target:
-  """`--target`, in the form that the flags ask for."""
-  path = required(config.target, 'target', config.mode)
+  """`--target` or `--config`, in the form that the flags ask for."""
+  check_target(config)
+  if config.config is not None:
+    with status('making random weights'):
+      return api.random_target(
+        config.config, config.dtype or 'float32', config.layers
+      )
+  path = config.target
   with loading(path) as progress:
     return api.load_target(
       path,
@@ -63,6 +71,19 @@ def load_target(config: RunConfig) -> api.Target:
       config.weights or 'as_stored',
       progress,
     )
+
+
+def check_target(config: RunConfig) -> None:
+  """Refuses all but one of `--target` and `--config`."""
+  if config.config is None:
+    required(config.target, 'target or --config', config.mode)
+    if config.layers is not None:
+      raise UserError('--layers is not used without --config')
+    return
+  for flag in ('target', 'weights'):
+    if getattr(config, flag) is not None:
+      raise UserError(f'--config and --{flag} exclude each other')
+  load_config(config.config)
 
 
 def mismatch(

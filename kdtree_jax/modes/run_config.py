@@ -19,7 +19,10 @@ class RunConfig:
   mode: str
   bundle: str | None = None
   target: str | None = None
+  config: str | None = None
+  layers: int | None = None
   drafter: str | None = None
+  hit_rate: float | None = None
   methods: tuple[str, ...] | None = None
   drafter_attention_factor: float | None = None
   prompt_ids: tuple[str, ...] | None = None
@@ -29,6 +32,8 @@ class RunConfig:
   max_new_tokens: int | None = None
   block_size: int | None = None
   tree_budget: tuple[str, ...] | None = None
+  context: tuple[str, ...] | None = None
+  end_to_end: bool | None = None
   tree_policy: str | None = None
   dtype: str | None = None
   weights: str | None = None

@@ -45,7 +45,8 @@ def talks(config: RunConfig, tokenizer: Tokenizer | None) -> list[Talk]:
     return [Talk(Prompt(0, ()), ids)]
   if tokenizer is None:
     raise UserError(
-      f'--{source} needs a tokenizer, and {config.target} has none; use '
+      f'--{source} needs a tokenizer, and {config.target or config.config} '
+      'has none; use '
       '--prompt_ids'
     )
   if source == 'prompt':
@@ -106,6 +107,10 @@ def tokenizer_of(config: RunConfig) -> Tokenizer | None:
   Raises:
     UserError: a broken tokenizer, or `--chat` without a template.
   """
+  if config.target is None:  # Random weights have none.
+    if config.chat:
+      raise UserError('--chat is not used with --config')
+    return None
   try:
     tokenizer = load_tokenizer(config.target)
   except UserError:

@@ -53,7 +53,15 @@ ALLOWED = {
 }
 # Of kdtree_jax, what a file in configs/ is made of.
 IN_CONFIGS = ('kdtree_jax.config', 'kdtree_jax.training.recipe')
-TOP = {'api', 'audit', 'generation', 'modes', 'sessions', '__init__'}
+TOP = {
+  'api',
+  'audit',
+  'benchmark',
+  'generation',
+  'modes',
+  'sessions',
+  '__init__',
+}
 OPS = (
   'cache_compact',
   'grouped_matmul',

@@ -1,0 +1,148 @@
+"""--mode=bench on a tiny config: records, what they say of each other, resume.
+
+Its figures mean nothing on a CPU; that it runs and adds up is what is tested.
+"""
+
+import json
+import pathlib
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+import run as program
+from kdtree_jax.benchmark import subject
+from kdtree_jax.modes import bench
+
+ROOT = pathlib.Path(__file__).parents[2]
+BASE = (
+  '--mode=bench',
+  '--config=single_head',
+  '--layers=1',
+  '--block_size=4',
+)
+
+
+def call(*arguments):
+  """In this process, with the strict settings of the suite."""
+  with flagsaver.flagsaver():
+    flags.FLAGS.unparse_flags()
+    with pytest.raises(SystemExit) as stopped:
+      program.main(program.parse_flags(['run.py', *BASE, *arguments]))
+  return stopped.value.code
+
+
+def read(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of(records, kind):
+  return [r for r in records if r['kind'] == kind]
+
+
+def test_bench(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(subject, 'LAYERS', 1)
+  path = tmp_path / 'out.jsonl'
+  output = f'--output={path}'
+  sweep = ('--context=24,40', '--tree_budget=5', output)
+  told = ('--end_to_end', '--max_new_tokens=40', '--hit_rate=0.5')
+  assert call(*sweep, *told) == 0
+  table = capsys.readouterr().out
+  records = read(path)
+  check_file(records)
+  check_end_to_end(*of(records, 'end_to_end'))
+  for words in ('budget', 'break-even', 'tokens equal', 'prefill of 24'):
+    assert words in table
+
+  # The same again measures nothing; a wider sweep measures the rest.
+  asked = []
+  monkeypatch.setattr(bench, '_measure', lambda *given: asked.append(given[2]))
+  assert call(*sweep) == 0
+  assert read(path) == records and not asked
+  assert capsys.readouterr().out == table
+  assert call(*sweep, '--tree_budget=5,7') == 0
+  (missing,) = asked
+  assert [(s.context, s.tree_budget) for s in missing] == [(24, 7), (40, 7)]
+  # Other settings do not go into the same file.
+  assert call(*sweep, '--kernels=reference') == 2
+  assert 'holds kernels=auto, not reference' in capsys.readouterr().err
+
+
+def check_file(records):
+  head = records[0]
+  assert head['kind'] == 'run'
+  assert head['versions']['jax'] and 'device' in head['hardware']
+  assert head['command'].startswith('python run.py')
+  assert head['settings']['dtype'] == 'float32'
+  steps = of(records, 'step')
+  keys = [(s['method'], s['context'], s['tree_budget']) for s in steps]
+  assert keys == [
+    ('ar', 24, 0),
+    ('ar', 40, 0),
+    ('ddtree', 24, 5),
+    ('ddtree', 40, 5),
+  ]
+  for step in steps:
+    check_step(step, head['measured']['copy_bytes_per_second'])
+  assert [r['tokens'] for r in of(records, 'prefill')] == [24, 40]
+  (compiled,) = of(records, 'compile')
+  assert compiled['measured'].keys() == {'cold_seconds', 'warm_seconds'}
+  (memory,) = of(records, 'memory')
+  assert memory['measured']['weight_bytes'] > 0
+  assert len(of(records, 'computed')) == 2
+
+
+def check_step(step, bandwidth):
+  """What a record says follows from what it says was measured."""
+  measured, computed = step['measured'], step['computed']
+  assert measured['ms_min'] <= measured['ms'] <= measured['ms_max']
+  limit = sum(computed['bytes'].values()) / bandwidth * 1e3
+  assert computed['limit_ms'] == pytest.approx(limit)
+  assert computed['fraction_of_limit'] * measured['ms'] == pytest.approx(limit)
+  # Rows of 20 + 8 floats; of the drafter a key and a value of 128.
+  latent, context = 28 * 4, 2 * 128 * 4
+  (experts,) = measured['unique_experts_by_layer']
+  if step['method'] == 'ar':
+    assert computed['bytes']['cache'] == step['context'] * latent
+    assert (experts, measured['tokens_per_round']) == (1, 1)
+    assert measured['stages_us'] == {}
+    return
+  assert computed['bytes']['cache'] == step['context'] * (latent + context)
+  assert 1 <= experts <= 5 and measured['tokens_per_round'] >= 1
+  stages = measured['stages_us']
+  assert set(stages) == {'draft', 'tree_build', 'accept', 'commit'}
+  total = computed['verify_us'] + sum(stages.values())
+  assert total == pytest.approx(measured['ms'] * 1e3)
+
+
+def check_end_to_end(oracle, half):
+  assert oracle['drafter'] == 'oracle' and half['drafter'] == 'hit_rate 0.5'
+  for record in (oracle, half):
+    # float32: equal, whatever is drafted.
+    assert record['measured']['first_difference'] is None
+    assert record['measured']['tokens_per_second'] > 0
+  assert oracle['measured']['acceptance_length'] == 4
+  assert oracle['computed']['expected_acceptance_length'] == 4
+  assert half['computed']['expected_acceptance_length'] == 1.875
+  assert 1 < half['measured']['acceptance_length'] < 3
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  (
+    (('--context=0',), '--context'),
+    (('--context=',), '--context'),
+    (('--tree_budget=x',), '--tree_budget'),
+    (('--hit_rate=0.5',), 'without --end_to_end'),
+    (('--target=x',), 'exclude each other'),
+    (('--layers=9',), 'layers=9'),
+    (('--drafter=oracle',), '--end_to_end'),
+    (('--output=README.md',), 'no file of --mode=bench'),
+    (('--output=missing/x.jsonl',), '--output'),
+  ),
+)
+def test_wrong_input_is_one_line(arguments, message, monkeypatch, capsys):
+  monkeypatch.chdir(ROOT)
+  assert call(*arguments) == 2
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) == 1 and message in lines[0], lines
