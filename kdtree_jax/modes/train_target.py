@@ -12,7 +12,6 @@ import numpy as np
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import write_atomically
 from kdtree_jax.io.huggingface import num_parameters
 from kdtree_jax.io.kdtr import Bundle, write_bundle
 from kdtree_jax.io.unload import target_tensors
@@ -137,8 +136,6 @@ def _train(
   tensors = target_tensors(model, state.params, ml_dtypes.bfloat16)
   path = run_folder.folder / BUNDLE
   write_bundle(path, _bundle(name, model, recipe, corpus, tensors))
-  tokenizer = corpus.tokenizer_path.read_bytes()
-  write_atomically(run_folder.folder / TOKENIZER, [tokenizer])
   # As long as the sum of windows is: both models say the same tokens.
   test = corpus.tokens('test')
   count = num_windows(len(test), recipe.sequence_length)
@@ -150,6 +147,8 @@ def _train(
       data.train, corpus.vocab_size, corpus.end_of_text, NGRAM_ORDER
     )
     ngram_bits = ngram.bits_per_byte(test, corpus.token_bytes)
+  # A finished run that is run again says the same once.
+  run_folder.records = [r for r in run_folder.records if 'seconds' not in r]
   run_folder.log(
     {
       'step': recipe.steps,
@@ -161,9 +160,16 @@ def _train(
   print(
     f'test: {found.get("bits_per_byte", np.nan):.4f} bits per byte; '
     f'{NGRAM_ORDER}-gram with backoff: {ngram_bits:.4f}; '
-    f'{seconds:.0f} s; see {run_folder.folder / METRICS}'
+    f'{seconds:.0f} s, {_rate(run_folder):,} tokens/s; '
+    f'see {run_folder.folder / METRICS}'
   )
   return path
+
+
+def _rate(run_folder: Run) -> int:
+  """The median of the tokens a second, in which compilation is no part."""
+  key = 'tokens_per_second'
+  return int(np.median([r[key] for r in run_folder.records if key in r]))
 
 
 def _bundle(
@@ -185,4 +191,5 @@ def _bundle(
       'recipe': dataclasses.asdict(recipe),
       'corpus': corpus.manifest['splits'],
     },
+    tokenizer={TOKENIZER: corpus.tokenizer_path.read_bytes()},
   )

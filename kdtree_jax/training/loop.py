@@ -1,6 +1,7 @@
 """The training loop: one donated step, exact resume, metrics without stalls."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -26,7 +27,10 @@ Params = Any
 
 
 class Task(Protocol):
-  """What is learnt. All methods are pure; `constants` are frozen arrays."""
+  """What is learnt; hashable.
+
+  All methods are pure; `constants` are frozen arrays.
+  """
 
   def init(self, key: jax.Array) -> Params:
     """Float32 parameters."""
@@ -95,15 +99,11 @@ def optimizer(recipe: TrainRecipe) -> optax.GradientTransformation:
   )
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def init_state(task: Task, recipe: TrainRecipe) -> TrainState:
   """The state before the first step."""
-
-  def make():
-    params = task.init(jax.random.key(recipe.seed))
-    opt_state = optimizer(recipe).init(params)
-    return TrainState(jnp.int32(0), params, opt_state)
-
-  return jax.jit(make)()
+  params = task.init(jax.random.key(recipe.seed))
+  return TrainState(jnp.int32(0), params, optimizer(recipe).init(params))
 
 
 def fit(
@@ -190,6 +190,9 @@ def fit(
   return state
 
 
+# A process that trains the same twice, as an interrupted one does in tests,
+# compiles once.
+@functools.lru_cache(maxsize=4)
 def _step(task: Task, recipe: TrainRecipe, end_of_text: int):
   """One step of the optimiser as a compiled function that takes its state."""
   transform = optimizer(recipe)
@@ -220,20 +223,26 @@ def _step(task: Task, recipe: TrainRecipe, end_of_text: int):
   return jax.jit(step, donate_argnums=0)
 
 
+@functools.lru_cache(maxsize=4)
+def _sums(task: Task, recipe: TrainRecipe, end_of_text: int):
+  """The sums of one batch of `Evaluation` as a compiled function."""
+
+  def sums(params, constants, tokens, starts, live, number):
+    windows = gather_windows(tokens, starts, recipe.sequence_length)
+    batch = pack(windows, end_of_text)
+    batch = batch.replace(counted=batch.counted & live[:, None])
+    key = jax.random.fold_in(jax.random.key(recipe.seed), number)
+    return task.evaluate(params, constants, batch, key)
+
+  return jax.jit(sums)
+
+
 class Evaluation:
-  """Sums of a task over a split, compiled once."""
+  """Sums of a task over a split."""
 
   def __init__(self, task: Task, recipe: TrainRecipe, end_of_text: int):
     self._task, self._recipe = task, recipe
-
-    def sums(params, constants, tokens, starts, live, number):
-      windows = gather_windows(tokens, starts, recipe.sequence_length)
-      batch = pack(windows, end_of_text)
-      batch = batch.replace(counted=batch.counted & live[:, None])
-      key = jax.random.fold_in(jax.random.key(recipe.seed), number)
-      return task.evaluate(params, constants, batch, key)
-
-    self._sums = jax.jit(sums)
+    self._sums = _sums(task, recipe, end_of_text)
 
   def __call__(
     self,

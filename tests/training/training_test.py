@@ -11,6 +11,7 @@ import pytest
 from kdtree_jax import api
 from kdtree_jax.config import ModelConfig, load_config
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.kdtr import read_bundle
 from kdtree_jax.model import Transformer, init_cache
 from kdtree_jax.modes import train_target
 from kdtree_jax.training.build import build_corpus
@@ -246,6 +247,8 @@ def test_it_learns(trained, corpus):
 def test_the_bundle_is_what_was_trained(trained, corpus):
   target = api.load_target(trained / 'target.kdtr')
   assert target.config == MODEL and target.stop_ids == (0,)
+  files = read_bundle(trained / 'target.kdtr').tokenizer
+  assert files == {'tokenizer.json': corpus.tokenizer_path.read_bytes()}
   task = TargetTask(MODEL, 'bfloat16', 1e-3)
   run = Run(trained, train_target.run_identity(MODEL, RECIPE, corpus))
   data = Data(
