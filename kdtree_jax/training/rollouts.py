@@ -45,7 +45,9 @@ def cut_loops(rollouts: np.ndarray) -> list[np.ndarray]:
     same = rollouts[:, period:] == rollouts[:, :-period]
     index = np.arange(same.shape[1], dtype=np.int32)
     # Length of the run of equalities that ends at each token.
-    broken = np.maximum.accumulate(np.where(same, np.int32(-1), index[None]), axis=1)
+    broken = np.maximum.accumulate(
+      np.where(same, np.int32(-1), index[None]), axis=1
+    )
     run = index[None] - broken
     looped = run >= max(LEAST, TIMES * period) - period
     first = np.where(looped.any(axis=1), looped.argmax(axis=1), length)
