@@ -42,7 +42,7 @@ RECIPE = TrainRecipe(
 # A third of the target's parameters. Taps over its whole depth: in so small a
 # model no layer is far from the output.
 DRAFTER_RECIPE = DrafterRecipe(
-  steps=5000,
+  steps=4000,
   batch_size=64,
   sequence_length=512,
   learning_rate=2e-3,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -74,7 +75,10 @@ class Run:
       return state
     self.records = [r for r in self.records if r['step'] <= step]
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+    found = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+    # By way of the host: tied to no device, as a new state is, it enters the
+    # programs that are compiled already.
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), found)
 
   def save(self, step: int, state: Any) -> None:
     """Writes a checkpoint; older ones go when it is whole."""

@@ -230,8 +230,10 @@ def draft_loss(
     log_p = jax.nn.log_softmax(lax.stop_gradient(logits), axis=-1)
     log_q = jax.nn.log_softmax(unembed(drafted), axis=-1)
     best = jnp.argmax(log_p, axis=-1)
+    ids = lax.broadcasted_iota(best.dtype, log_p.shape, log_p.ndim - 1)
     divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-    hard = -jnp.take_along_axis(log_q, best[..., None], axis=-1)[..., 0]
+    # A sum, not a gather: its gradient is no scatter, and both fuse.
+    hard = -jnp.where(ids == best[..., None], log_q, 0.0).sum(axis=-1)
     slots = (1 - hard_weight) * divergence + hard_weight * hard
     matches = best == jnp.argmax(log_q, axis=-1)
     sums = [

@@ -24,8 +24,8 @@ def choose_prompts(
   Raises:
     UserError: no document is so long.
   """
-  ends = np.cumsum(tokens == end_of_text)
-  before = np.concatenate([[0], ends])
+  before = np.zeros(len(tokens) + 1, np.int32)
+  np.cumsum(tokens == end_of_text, out=before[1:])
   starts = np.flatnonzero(before[length:] == before[: len(before) - length])
   if not len(starts):
     raise UserError(f'no document of the corpus has {length} tokens')
@@ -43,9 +43,11 @@ def cut_loops(rollouts: np.ndarray) -> list[np.ndarray]:
   cuts = np.full(count, length)
   for period in range(1, min(LONGEST_PERIOD, length - 1) + 1):
     same = rollouts[:, period:] == rollouts[:, :-period]
-    index = np.arange(same.shape[1])
+    index = np.arange(same.shape[1], dtype=np.int32)
     # Length of the run of equalities that ends at each token.
-    broken = np.maximum.accumulate(np.where(same, -1, index[None]), axis=1)
+    broken = np.maximum.accumulate(
+      np.where(same, np.int32(-1), index[None]), axis=1
+    )
     run = index[None] - broken
     looped = run >= max(LEAST, TIMES * period) - period
     first = np.where(looped.any(axis=1), looped.argmax(axis=1), length)
