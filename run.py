@@ -2,7 +2,8 @@
 
 python run.py
     The demo: autoregressive (AR) and DDTree decoding of a tiny model give
-    the same tokens, DDTree in an eighth of the target forwards.
+    the same tokens, DDTree in an eighth of the target forwards; then a small
+    model trained on Python continues code, with its own drafter.
 
 python run.py --mode=generate --target=DIR --drafter=DIR --prompt_ids=1,2,3
     Continues a prompt by AR, DFlash chain and DDTree; one JSON line a run.
@@ -19,7 +20,22 @@ python run.py --mode=make_bundle --variant=tiny
     Generates a random-weight bundle of configs/tiny.py with golden answers.
 
 python run.py --mode=convert --target=DIR --output=FILE.kdtr
-    A checkpoint folder in the Hugging Face layout to a bundle, or back.
+    A checkpoint folder in the Hugging Face layout to a bundle, or back, its
+    tokenizer included; with --drafter in place of --target a drafter alone.
+
+python run.py --mode=make_corpus --corpus_sources=DIR,DIR --output=DIR
+    Python sources and documentation as a tokenizer and token streams.
+
+python run.py --mode=train_target --corpus=DIR --recipe=NAME --output=DIR
+    Trains the model of configs/NAME.py, or goes on with it.
+
+python run.py --mode=train_drafter --target=FILE --corpus=DIR --recipe=NAME
+    --output=DIR
+    Trains a DFlash drafter for a target, or goes on with it.
+
+python run.py --mode=bench_acceptance --target=FILE --drafter=FILE --corpus=DIR
+    How much of the drafts is accepted, by budget and temperature, on the
+    model's own text and on real text; exit status 1 if an output is not AR's.
 
 python run.py --mode=inspect --target=FILE.kdtr
     Says what is in a bundle or a checkpoint folder.
@@ -49,8 +65,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
   'target',
   None,
-  'generate, audit, bench, inspect, convert: a checkpoint folder in the '
-  'Hugging Face layout or a .kdtr file.',
+  'generate, audit, bench, inspect, convert, bench_acceptance, train_drafter: '
+  'a checkpoint folder in the Hugging Face layout or a .kdtr file.',
 )
 flags.DEFINE_enum(
   'config',
@@ -65,9 +81,9 @@ flags.DEFINE_integer(
 flags.DEFINE_string(
   'drafter',
   None,
-  f'demo, generate, audit, bench: a DFlash folder, or {_STUBS}. oracle knows '
-  'the answer, hit_rate now and then, adversarial avoids it, random and repeat '
-  'look at nothing, silent proposes nothing, dflash by name is untrained. '
+  f'demo, generate, audit, bench, bench_acceptance: a DFlash folder, or '
+  f'{_STUBS}. oracle knows the answer, hit_rate now and then, adversarial '
+  'avoids it, random and repeat look at nothing, silent proposes nothing, dflash by name is untrained. '
   'Default: oracle in the demo; bench: random weights, 5 layers.',
 )
 flags.DEFINE_float(
@@ -103,8 +119,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
   'prompts',
   None,
-  'generate, audit: a JSONL file of prompts, a line {"id", "prompt"} or '
-  '{"id", "turns": [...]}; several turns need --chat.',
+  'generate, audit, bench_acceptance: a JSONL file of prompts, a line '
+  '{"id", "prompt"} or {"id", "turns": [...]}; several turns need --chat.',
 )
 flags.DEFINE_bool(
   'chat',
@@ -114,20 +130,21 @@ flags.DEFINE_bool(
 flags.DEFINE_integer(
   'max_new_tokens',
   None,
-  'demo, generate, audit: tokens to produce. Default: 24 in the demo, else '
-  '128.',
+  'demo, generate, audit, bench_acceptance: tokens to produce. Default: 24 in'
+  ' the demo, else 128.',
 )
 flags.DEFINE_integer(
   'block_size',
   None,
-  'demo, generate, audit: 1 + positions drafted a round. Default: what the '
-  'drafter was trained for; 8 for stubs.',
+  'demo, generate, audit, bench_acceptance: 1 + positions drafted a round. '
+  'Default: what the drafter was trained for; 8 for stubs.',
 )
 flags.DEFINE_list(
   'tree_budget',
   None,
-  'demo, generate, audit: draft nodes verified a round, the root not counted; '
-  'a list gives one run each. Default: 16 in the demo, else 64.',
+  'demo, generate, audit, bench_acceptance: draft nodes verified a round, the'
+  ' root not counted; a list gives one run each. Default: 16 in the demo, '
+  'else 64.',
 )
 flags.DEFINE_enum(
   'tree_policy',
@@ -139,22 +156,23 @@ flags.DEFINE_enum(
   'dtype',
   None,
   ['float32', 'bfloat16'],
-  'generate, audit: of weights, cache and arithmetic. Default: float32.',
+  'generate, audit, bench_acceptance: of weights, cache and arithmetic. '
+  'Default: float32.',
 )
 flags.DEFINE_enum(
   'weights',
   None,
   WEIGHTS,
-  'generate, audit: as_stored keeps quantised weights quantised and expands '
-  'them where they are used; bfloat16 and float32 expand them while loading '
-  'and round all weights to it. convert: likewise, in the file it writes. '
-  'Default: as_stored.',
+  'generate, audit, bench_acceptance: as_stored keeps quantised weights '
+  'quantised and expands them where they are used; bfloat16 and float32 '
+  'expand them while loading and round all weights to it. convert: likewise, '
+  'in the file it writes. Default: as_stored.',
 )
 flags.DEFINE_float(
   'drafter_attention_factor',
   None,
-  "generate, audit: replaces the amplitude of the drafter's YaRN, about which "
-  'engines disagree.',
+  "generate, audit, bench_acceptance: replaces the amplitude of the drafter's"
+  ' YaRN, about which engines disagree.',
 )
 flags.DEFINE_list(
   'stop_ids',
@@ -163,7 +181,9 @@ flags.DEFINE_list(
   'the checkpoint.',
 )
 flags.DEFINE_bool(
-  'ignore_eos', None, "generate: do not stop at the checkpoint's stop ids."
+  'ignore_eos',
+  None,
+  "generate, bench_acceptance: do not stop at the checkpoint's stop ids.",
 )
 flags.DEFINE_list(
   'stop_strings',
@@ -174,14 +194,15 @@ flags.DEFINE_list(
 flags.DEFINE_integer(
   'batch_size',
   None,
-  'generate: prompts in one loop; those of one capacity go together. Default: '
-  '1.',
+  'generate, bench_acceptance: prompts in one loop; those of one capacity go '
+  'together. Default: 1.',
 )
-flags.DEFINE_float(
+flags.DEFINE_list(
   'temperature',
   None,
   'generate: 0, the default, takes the most probable token; above it tokens '
-  'are drawn, and AR and DDTree draw the same.',
+  'are drawn, and AR and DDTree draw the same. bench_acceptance: a list; '
+  'default: 0,0.8,1.',
 )
 flags.DEFINE_integer(
   'top_k', None, 'generate: draw among the k most probable; 0 for all.'
@@ -212,21 +233,28 @@ flags.DEFINE_integer(
   'that holds both.',
 )
 flags.DEFINE_integer(
-  'prefill_chunk', None, 'generate: prompt tokens a prefill step. Default: 64.'
+  'prefill_chunk',
+  None,
+  'generate, bench_acceptance: prompt tokens a prefill step. Default: 64.',
 )
 flags.DEFINE_enum(
   'kernels',
   None,
   KERNELS,
-  'generate, audit: auto, the default, takes the Mosaic kernels on a Hopper '
-  'GPU and the plain reference elsewhere; a name insists on one of them.',
+  'generate, audit, bench_acceptance: auto, the default, takes the Mosaic '
+  'kernels on a Hopper GPU and the plain reference elsewhere; a name insists '
+  'on one of them.',
 )
 flags.DEFINE_string(
   'output',
   None,
-  'generate: JSONL file, default: standard output. audit: JSONL file, default: '
+  'generate: JSONL file, default: standard output. bench_acceptance: JSONL '
+  'file, which is continued if it exists; the tables go beside it, as .md. '
+  'audit: JSONL file, default: '
   'none. make_bundle: .kdtr file, default: VARIANT.kdtr. convert: the .kdtr '
-  'file of a folder, or the new folder of a bundle.',
+  'file of a folder, or the new folder of a bundle. make_corpus: the folder. '
+  'train_target, train_drafter: the folder of the run; one that exists is '
+  'continued.',
 )
 flags.DEFINE_bool(
   'dump_trees', None, "generate: add every round's tree to the output."
@@ -235,10 +263,57 @@ flags.DEFINE_enum(
   'variant', None, config_names(), 'make_bundle: a file in configs/.'
 )
 flags.DEFINE_integer(
+  'num_prompts',
+  None,
+  'bench_acceptance: passages of the test split, each of another document. '
+  'Default: 100.',
+)
+flags.DEFINE_integer(
+  'prompt_length',
+  None,
+  'bench_acceptance: tokens of a passage that are the prompt. Default: 128.',
+)
+flags.DEFINE_string(
+  'plots',
+  None,
+  'bench_acceptance: a folder for acceptance.png and histogram.png; needs '
+  'matplotlib, the extra plots.',
+)
+flags.DEFINE_integer(
   'seed',
   None,
-  'generate: of the draws; prompt i has seed + i. Default: 0. make_bundle: of '
-  'weights and prompt. Default: from the variant name.',
+  'generate, bench_acceptance: of the draws; prompt i has seed + i. Default: '
+  '0. make_bundle: of weights and prompt. Default: from the variant name.',
+)
+flags.DEFINE_list(
+  'corpus_sources',
+  None,
+  'make_corpus: folders of sources: site-packages, the standard library, '
+  'unpacked source distributions. Only permissive licences are taken.',
+)
+flags.DEFINE_integer(
+  'vocab_size', None, 'make_corpus: tokens of the BPE. Default: 4096.'
+)
+flags.DEFINE_integer(
+  'max_tokens', None, 'make_corpus: most training tokens. Default: all.'
+)
+flags.DEFINE_string(
+  'corpus',
+  None,
+  'train_target, train_drafter, bench_acceptance: a folder that make_corpus '
+  'wrote.',
+)
+flags.DEFINE_enum(
+  'recipe',
+  None,
+  config_names(),
+  'train_target, train_drafter: a file in configs/ with one.',
+)
+flags.DEFINE_integer(
+  'train_steps',
+  None,
+  'train_target, train_drafter: the length of the schedule. Default: that of '
+  'the recipe.',
 )
 
 

@@ -3,6 +3,7 @@
 from kdtree_jax.api import (
   LoadedDrafter,
   Target,
+  bundled,
   load_drafter,
   load_target,
 )
@@ -21,6 +22,7 @@ from kdtree_jax.generation import (
   generate,
   generate_batch,
 )
+from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
 from kdtree_jax.sessions import Conversation, Stream, StreamUpdate
 
 __all__ = (
@@ -35,11 +37,14 @@ __all__ = (
   'Stream',
   'StreamUpdate',
   'Target',
+  'Tokenizer',
   'UserError',
+  'bundled',
   'forward_logits',
   'generate',
   'generate_batch',
   'load_config',
   'load_drafter',
   'load_target',
+  'load_tokenizer',
 )

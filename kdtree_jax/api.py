@@ -25,7 +25,11 @@ DEFAULT_BLOCK_SIZE = 8
 
 
 def bundled(name: str) -> pathlib.Path:
-  """Path of a bundle that ships inside the package."""
+  """Path of a bundle that ships inside the package.
+
+  `tiny` has random weights and golden answers; `python_small`, with a
+  tokenizer, and `python_small_drafter` are a trained pair.
+  """
   return pathlib.Path(__file__).parent / 'data' / f'{name}.kdtr'
 
 
@@ -87,6 +91,8 @@ def load_target(
   if _is_bundle(path):
     bundle = kdtr.read_bundle(path)
     config, golden = bundle.config, bundle.golden
+    if config is None or bundle.target is None:
+      raise UserError(f'{path}: the bundle holds a drafter and no target')
     params = huggingface.target_params(
       config,
       MappingSource(bundle.target),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,9 @@ from kdtree_jax.decode import (
   init_state,
 )
 from kdtree_jax.decode import generate as drivers
+from kdtree_jax.decode.forced import forced
 from kdtree_jax.decode.programs import PROGRAMS
+from kdtree_jax.decode.round import RoundTrace
 from kdtree_jax.decode.state import (
   check_prompt,
   token_slots,
@@ -109,9 +111,7 @@ def generate(
   """
   golden = None if golden_ids is None else [golden_ids]
   run = prepare(target, drafter, [prompt_ids], golden, options)
-  if record_rounds:
-    return _recorded(run)
-  return finished(run)[0]
+  return (_recorded(run) if record_rounds else finished(run))[0]
 
 
 def generate_batch(
@@ -121,15 +121,72 @@ def generate_batch(
   *,
   golden: Prompts | None = None,
   seeds: Sequence[int] | None = None,
+  sampling: Sequence[SamplingConfig] | None = None,
+  record_rounds: bool = False,
   **options: Any,
 ) -> list[GenerateResult]:
   """Continues B prompts in one loop; each row equals its single run.
 
   Rows have their own tree, length, stop and seed; a finished row costs no
   expert. Arguments as in `generate`; `seeds`, one a prompt, replace the
-  default of `seed` plus the prompt's index.
+  default of `seed` plus the prompt's index. `sampling`, one a prompt,
+  replaces seeds and all options of drawing: temperatures may be mixed.
   """
-  return finished(prepare(target, drafter, prompts, golden, options, seeds))
+  run = prepare(target, drafter, prompts, golden, options, seeds, sampling)
+  return _recorded(run) if record_rounds else finished(run)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForcedResult:
+  """One text, followed by `force`.
+
+  Attributes:
+    by_text: the walks along the text; its output is the text itself.
+    by_target: the walks along the target's own tokens, from the same roots.
+  """
+
+  by_text: GenerateResult
+  by_target: GenerateResult
+
+
+def force(
+  target: Target,
+  drafter: LoadedDrafter,
+  texts: Prompts,
+  prompt_length: int,
+  **options: Any,
+) -> list[ForcedResult]:
+  """Follows B texts: every round commits what the text says.
+
+  Args:
+    target: the model.
+    drafter: one that needs no golden continuation.
+    texts: B sequences of at least `prompt_length + max_new_tokens` ids.
+    prompt_length: tokens of each that are the prompt.
+    **options: fields of `GenerateOptions`; nothing stops a text.
+
+  Raises:
+    UserError: a text is too short, or bad input.
+  """
+  options = options | {'stop_ids': ()}
+  prompts = [text[:prompt_length] for text in texts]
+  run = prepare(target, drafter, prompts, None, options)
+  least = prompt_length + run.options.max_new_tokens
+  if min(len(text) for text in texts) < least:
+    raise UserError(f'a text to follow has fewer than {least} tokens')
+  text = golden_params(run.engine, texts)['golden']
+  steps = forced(run.engine, run.params, run.state, text)
+  state, seconds, (along, own) = _collect(steps, len(texts), 2)
+  results = []
+  for row, (by_text, by_target) in enumerate(zip(along, own, strict=True)):
+    count = run.options.max_new_tokens
+    result = drivers.result_of(state, row, count, seconds, by_text)
+    walks = [len(seen.accepted_indices) for seen in by_target]
+    other = dataclasses.replace(
+      result, acceptance_lengths=walks, rounds=by_target
+    )
+    results.append(ForcedResult(result, other))
+  return results
 
 
 @dataclasses.dataclass
@@ -149,6 +206,7 @@ def prepare(
   golden: Prompts | None,
   fields: dict[str, Any],
   seeds: Sequence[int] | None = None,
+  sampling: Sequence[SamplingConfig] | None = None,
 ) -> Run:
   """Validates a request and builds all that the drivers need."""
   options = GenerateOptions(**fields)
@@ -159,21 +217,25 @@ def prepare(
   longest = max(len(prompt) for prompt in prompts)
   if seeds is None:
     seeds = range(options.seed, options.seed + batch)
-  for name, given in (('seeds', seeds), ('golden', golden)):
+  if sampling is None:
+    sampling = options.sampling(seeds)
+  counted = {'seeds': seeds, 'golden': golden, 'sampling': sampling}
+  for name, given in counted.items():
     if given is not None and len(given) != batch:
       raise UserError(f'{len(given)} {name} for {batch} prompts')
-  engine = make_engine(target, drafter, longest, options)
+  drawn = any(one.temperature > 0 for one in sampling)
+  engine = make_engine(target, drafter, longest, options, drawn)
   stops = target.stop_ids if options.stop_ids is None else options.stop_ids
   limits = [options.max_new_tokens] * batch
-  state = init_state(
-    engine, prompts, limits, stops, target.dtype, options.sampling(seeds)
-  )
+  state = init_state(engine, prompts, limits, stops, target.dtype, sampling)
   params = {'target': target.params, 'drafter': {}}
   if drafter is not None:
     params['drafter'] = drafter.params
     if drafter.drafter.needs_golden:
       if golden is None:
-        golden = golden_continuations(target, drafter, prompts, options, seeds)
+        golden = golden_continuations(
+          target, drafter, prompts, options, sampling
+        )
       params['drafter'] = golden_params(engine, golden)
   return Run(engine, params, state, options)
 
@@ -187,22 +249,52 @@ def finished(run: Run) -> list[GenerateResult]:
   ]
 
 
-def _recorded(run: Run) -> GenerateResult:
+def _recorded(run: Run) -> list[GenerateResult]:
   """Drives round by round and keeps the trees; times include the host."""
-  engine, params, state = run.engine, run.params, run.state
-  rounds: list[RoundRecord] = []
-  compiled = drivers.traced_programs(engine, params, state)[2]
+  operands = (run.engine, run.params, run.state)
+  compiled = drivers.traced_programs(*operands)[2]
+  steps = (
+    (state, None if trace is None else (trace,))
+    for state, trace in drivers.traced(*operands)
+  )
+  state, seconds, (rounds,) = _collect(steps, len(run.state.done), 1)
+  seconds = seconds._replace(compile=compiled)
+  count = run.options.max_new_tokens
+  return [
+    drivers.result_of(state, row, count, seconds, seen)
+    for row, seen in enumerate(rounds)
+  ]
+
+
+def _collect(
+  steps: Iterable[tuple[DecodeState, Sequence[RoundTrace] | None]],
+  batch: int,
+  kinds: int,
+) -> tuple[DecodeState, drivers.Seconds, list[list[list[RoundRecord]]]]:
+  """Drives to the end: the last state, times, and rounds of kind and row.
+
+  Args:
+    steps: states, the first after prefill and without traces.
+    batch: B.
+    kinds: traces a step.
+  """
+  rounds = [[[] for _ in range(batch)] for _ in range(kinds)]
+  active = np.zeros(batch, np.bool_)
   begin = time.perf_counter()
-  for step in drivers.traced(engine, params, state):
-    last, trace = step
-    if trace is None:
+  for state, traces in steps:
+    if traces is None:
       middle = time.perf_counter()
     else:
-      rounds.append(RoundRecord.of(trace, 0))
+      for kind, trace in zip(rounds, traces, strict=True):
+        # Once for all rows, and without the largest array.
+        tree = trace.tree.replace(ancestors=())
+        trace = jax.device_get(trace._replace(tree=tree))
+        for row in np.flatnonzero(active):
+          kind[row].append(RoundRecord.of(trace, row))
+    # A copy: the next step consumes the state.
+    active = ~np.array(state.done)
   end = time.perf_counter()
-  seconds = drivers.Seconds(middle - begin, end - middle, compiled)
-  count = run.options.max_new_tokens
-  return drivers.result_of(last, 0, count, seconds, rounds)
+  return state, drivers.Seconds(middle - begin, end - middle, 0.0), rounds
 
 
 def make_engine(
@@ -210,8 +302,12 @@ def make_engine(
   drafter: LoadedDrafter | None,
   prompt_length: int,
   options: GenerateOptions,
+  drawn: bool | None = None,
 ) -> Engine:
-  """The description of the program that a request runs on."""
+  """The description of the program that a request runs on.
+
+  `drawn`: some row has a temperature; default: what the options say.
+  """
   registry.get('tree_policy', options.tree_policy)
   if options.kernels == 'mosaic_gpu' and target.dtype == jnp.float32:
     raise UserError(
@@ -230,7 +326,7 @@ def make_engine(
     capacity=capacity,
     prefill_chunk=min(options.prefill_chunk, capacity),
     kernels=options.kernels,
-    sample=options.temperature > 0,
+    sample=options.temperature > 0 if drawn is None else drawn,
   )
   if drafter is None:
     return Engine(target.config, None, decode)
@@ -249,7 +345,7 @@ def golden_continuations(
   drafter: LoadedDrafter,
   prompts: Prompts,
   options: GenerateOptions,
-  seeds: Sequence[int] | None = None,
+  sampling: Sequence[SamplingConfig] | None = None,
 ) -> list[list[int]]:
   """Prompts and what the target will say, as far as a round can look.
 
@@ -261,7 +357,7 @@ def golden_continuations(
     stop_ids=(),
   )
   results = generate_batch(
-    target, None, prompts, seeds=seeds, **dataclasses.asdict(options)
+    target, None, prompts, sampling=sampling, **dataclasses.asdict(options)
   )
   return [[*result.prompt_ids, *result.output_ids] for result in results]
 

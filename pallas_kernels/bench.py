@@ -251,8 +251,10 @@ def _time_case(
   )
   iterations = int(LOOP_SECONDS / max(floor, MIN_CALL_SECONDS))
   iterations = max(10, min(iterations, MAX_ITERATIONS))
-  # Several short calls an iteration: the loop itself costs microseconds.
-  unroll = UNROLL if iterations == MAX_ITERATIONS else 1
+  # Several short calls an iteration, since the loop itself costs microseconds;
+  # only where each needs the output before, or XLA makes one of equal calls.
+  short = iterations == MAX_ITERATIONS
+  unroll = UNROLL if short and case.in_place else 1
   kernel = seconds_per_call(
     case.kernel, inputs, iterations // unroll, unroll, case.in_place
   )

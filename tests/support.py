@@ -12,11 +12,17 @@ from kdtree_jax.config import ModelConfig, config_names, load_config
 from kdtree_jax.io import huggingface
 from kdtree_jax.io.tensors import MappingSource
 from kdtree_jax.modes.make_bundle import can_generate
+from kdtree_jax.training.recipe import recipe_names
 
 DATA = pathlib.Path(__file__).parent / 'data'
 FIXTURES = tuple(sorted(p.name for p in DATA.iterdir() if p.is_dir()))
-# The variants of bundles; the others in configs/ are real models.
-SMALL = tuple(n for n in config_names() if can_generate(load_config(n)))
+# Of configs/: what is trained here, the variants of bundles, real models.
+TRAINED = recipe_names()
+SMALL = tuple(
+  name
+  for name in config_names()
+  if name not in TRAINED and can_generate(load_config(name))
+)
 TRACED = tuple(
   name for name in FIXTURES if (DATA / name / 'ddtree_trace.json').exists()
 )

@@ -88,7 +88,8 @@ def verify(
     state.length[:, None] + tree.depths,
     state.cache,
     tree.valid & ~state.done[:, None],
-    tree.ancestors,
+    # A root alone is a chain, whose mask is cheaper.
+    tree.ancestors if tree.tokens.shape[1] > 1 else None,
   )
   logits = engine.apply(params, out.hidden, method='logits')
   tokens = choose_tokens(engine, state, logits, tree.depths, state.length + 1)

@@ -7,15 +7,17 @@ states; the context's are computed once, when its tokens are committed.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
+from kdtree_jax.drafters.attention import block_attention
 from kdtree_jax.drafters.base import TargetHead
 from kdtree_jax.model.layers import Linear, RMSNorm, SwiGLU, matmul, weight
 from kdtree_jax.model.rope import apply_rope, rope_tables
@@ -46,8 +48,37 @@ class DFlashState:
   context: jax.Array
 
 
+@flax.struct.dataclass
+class View:
+  """Which rows of the context the blocks of a sequence see; A blocks each.
+
+  Decoding has one block and a context that begins at position 0. Training has
+  many, and a context of several documents, each from position 0.
+
+  Attributes:
+    start: `[B, A]` int32, the position of every block's root.
+    positions: `[B, S]` int32, of the context's rows.
+    seen: `[B, A, S]` bool: rows before the root, of its own document.
+  """
+
+  start: jax.Array
+  positions: jax.Array
+  seen: jax.Array
+
+  @classmethod
+  def committed(cls, length: jax.Array, rows: int) -> 'View':
+    """Of one block a row, behind the first `length [B]` of S = `rows`."""
+    positions = jnp.arange(rows, dtype=jnp.int32)[None, :]
+    seen = positions < length[:, None]
+    return cls(
+      start=length[:, None],
+      positions=jnp.broadcast_to(positions, seen.shape),
+      seen=seen[:, None],
+    )
+
+
 class DFlashAttention(nn.Module):
-  """Grouped-query attention from the block to the context and the block."""
+  """Grouped-query attention from blocks to their context and themselves."""
 
   config: DrafterConfig
   dtype: Any
@@ -70,13 +101,13 @@ class DFlashAttention(nn.Module):
   def keys_values(
     self, x: jax.Array, cos: jax.Array, sin: jax.Array
   ) -> jax.Array:
-    """`[B, W, H]` -> `[B, W, 2 * kv heads * head_dim]`; keys are rotated."""
+    """`[..., H]` -> `[..., 2 * kv heads * head_dim]`; keys are rotated."""
     c = self.config
-    shape = (*x.shape[:2], c.num_key_value_heads, c.head_dim)
+    shape = (*x.shape[:-1], c.num_key_value_heads, c.head_dim)
     keys = self.k_norm(self.k_proj(x).reshape(shape))
     keys = apply_rope(keys, cos, sin, interleave=False)
     return jnp.concatenate(
-      [keys.reshape(*x.shape[:2], -1), self.v_proj(x)], axis=-1
+      [keys.reshape(*x.shape[:-1], -1), self.v_proj(x)], axis=-1
     )
 
   def __call__(
@@ -85,68 +116,49 @@ class DFlashAttention(nn.Module):
     cos: jax.Array,
     sin: jax.Array,
     context: jax.Array,
-    length: jax.Array,
+    view: View,
   ) -> jax.Array:
-    """`x [B, W, H]`, `context [B, S, 2 * kv * hd]` -> `[B, W, H]`."""
+    """`x [B, A, W, H]`, `context [B, S, 2 * kv * hd]` -> `[B, A, W, H]`."""
     c = self.config
-    batch, width, _ = x.shape
-    kv, group = c.num_key_value_heads, c.num_attention_heads
-    group //= kv
-    queries = self.q_proj(x).reshape(batch, width, -1, c.head_dim)
+    kv, width = c.num_key_value_heads, x.shape[2]
+    queries = self.q_proj(x).reshape(*x.shape[:3], -1, c.head_dim)
     queries = apply_rope(self.q_norm(queries), cos, sin, interleave=False)
-    queries = queries.reshape(batch, width, kv, group, c.head_dim)
-    rows = context.shape[1]
-    seen, visible = self._masks(rows, width, length)
-    # What lies behind the length may be anything, NaN included.
-    both = jnp.concatenate([context, self.keys_values(x, cos, sin)], axis=1)
-    both = jnp.where(seen[:, :, None], both, jnp.zeros((), both.dtype))
-    both = both.reshape(batch, rows + width, 2, kv, c.head_dim)
-    keys, values = both[:, :, 0], both[:, :, 1]
+    queries = queries.reshape(*x.shape[:3], kv, -1, c.head_dim)
 
-    def product(spec, a, b):
-      return jnp.einsum(
-        spec,
-        a,
-        b,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-      )
+    def halves(rows):
+      rows = rows.reshape(*rows.shape[:-1], 2, kv, c.head_dim)
+      return rows[..., 0, :, :], rows[..., 1, :, :]
 
-    scores = product('bqkgd,bskd->bkgqs', queries, keys) * c.head_dim**-0.5
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-    probs = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-    out = product('bkgqs,bskd->bqkgd', probs, values).astype(x.dtype)
-    return self.o_proj(out.reshape(batch, width, -1))
+    # The context is one for all blocks of a row and stays [B, S].
+    out = block_attention(
+      queries,
+      halves(context),
+      halves(self.keys_values(x, cos, sin)),
+      self._visible(view, width),
+      c.head_dim**-0.5,
+    )
+    return self.o_proj(out.reshape(*x.shape[:3], -1))
 
-  def _masks(
-    self, rows: int, width: int, length: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """Keys that exist `[B, S + W]`, and which slot sees them `[B, W, S + W]`.
+  def _visible(self, view: View, width: int) -> tuple[jax.Array, jax.Array]:
+    """Which slot sees which rows, `[B, A, W or 1, S]` and `[W, W]` bool.
 
     Every slot sees the context and, unless the layer is causal, the block.
     """
-    c, batch = self.config, length.shape[0]
-    committed = jnp.arange(rows, dtype=jnp.int32)
-    slots = jnp.arange(width, dtype=jnp.int32)
-    seen = committed[None, :] < length[:, None]
-    seen = jnp.concatenate([seen, jnp.ones((batch, width), jnp.bool_)], axis=1)
-    visible = jnp.broadcast_to(seen[:, None, :], (batch, width, rows + width))
-    keys = jnp.concatenate(
-      [
-        jnp.broadcast_to(committed[None, :], (batch, rows)),
-        length[:, None] + slots[None, :],
-      ],
-      axis=1,
-    )
-    behind = (length[:, None] + slots[None, :])[:, :, None] - keys[:, None, :]
+    c = self.config
+    slots = np.arange(width, dtype=np.int32)
+    block = np.ones((width, width), bool)
     if c.is_causal(self.layer):
-      visible &= behind >= 0
+      block = slots[:, None] >= slots[None, :]
+    context = view.seen[:, :, None]
     window = c.window(self.layer)
     if window is not None:
-      if c.window_from_root:
-        behind = length[:, None, None] - keys[:, None, :]
-      visible &= behind < window
-    return seen, visible
+      # Measured from the slot itself or from the root, which has slot 0.
+      at = slots * (not c.window_from_root)
+      block &= at[:, None] - slots[None, :] < window
+      behind = view.start[:, :, None] - view.positions[:, None]
+      behind = behind[:, :, None] + at[None, None, :, None]
+      context &= behind < window
+    return context, jnp.asarray(block)
 
 
 class DFlashBlock(nn.Module):
@@ -163,9 +175,9 @@ class DFlashBlock(nn.Module):
     self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
     self.mlp = SwiGLU(c.intermediate_size, self.dtype)
 
-  def __call__(self, hidden, cos, sin, context, length):
+  def __call__(self, hidden, cos, sin, context, view):
     x = self.input_layernorm(hidden)
-    hidden = hidden + self.self_attn(x, cos, sin, context, length)
+    hidden = hidden + self.self_attn(x, cos, sin, context, view)
     return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -195,19 +207,39 @@ class DFlashModel(nn.Module):
     self, embedded: jax.Array, state: DFlashState, length: jax.Array
   ) -> jax.Array:
     """`[B, block_size, H]` embeddings at `length ..` -> normed hidden."""
-    cos, sin = self._tables(length, embedded.shape[1])
+    view = View.committed(length, state.context.shape[2])
+    # What lies behind the length may be anything, NaN included.
+    kept = view.seen[:, 0, :, None]
+    context = [jnp.where(kept, c, jnp.zeros_like(c)) for c in state.context]
+    return self.blocks(embedded[:, None], context, view)[:, 0]
+
+  def blocks(
+    self,
+    embedded: jax.Array,
+    context: Sequence[jax.Array],
+    view: View,
+  ) -> jax.Array:
+    """A blocks a row at once: `[B, A, block_size, H]` -> normed hidden.
+
+    Args:
+      embedded: the embeddings of each root and the masks behind it.
+      context: one a layer, as `project` makes them; finite everywhere.
+      view: what each block sees of it.
+    """
+    slots = jnp.arange(embedded.shape[2], dtype=jnp.int32)
+    cos, sin = self._tables(view.start[:, :, None] + slots[None, None, :])
     hidden = embedded
-    for i, layer in enumerate(self.layers):
-      hidden = layer(hidden, cos, sin, state.context[i], length)
+    for layer, rows in zip(self.layers, context, strict=True):
+      hidden = layer(hidden, cos, sin, rows, view)
     return self.norm(hidden)
 
-  def project(self, features: jax.Array, start: jax.Array) -> jax.Array:
-    """`[B, W, F]` features at `start ..` -> `[layers, B, W, 2 * kv * hd]`.
+  def project(self, features: jax.Array, positions: jax.Array) -> jax.Array:
+    """`[B, W, F]` at `positions [B, W]` -> `[layers, B, W, 2 * kv * hd]`.
 
     The projected feature goes to k_proj and v_proj as it is: the layers'
     input norms see the block only.
     """
-    cos, sin = self._tables(start, features.shape[1])
+    cos, sin = self._tables(positions)
     z = self.hidden_norm(self.fc(features))
     rows = [layer.self_attn.keys_values(z, cos, sin) for layer in self.layers]
     return jnp.stack(rows)
@@ -227,18 +259,17 @@ class DFlashModel(nn.Module):
     out = jnp.full((*hidden.shape[:-1], c.vocab_size), -jnp.inf, jnp.float32)
     return out.at[..., ids].set(logits)
 
-  def _tables(self, start, width):
+  def _tables(self, positions):
     c = self.config
-    positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-    return cos[:, :, None], sin[:, :, None]
+    return cos[..., None, :], sin[..., None, :]
 
   def initialize(self):
     """Touches every parameter once, for `init`."""
     c = self.config
     width = len(c.target_layer_ids) * c.hidden_size
     start = jnp.zeros((1,), jnp.int32)
-    rows = self.project(jnp.zeros((1, 1, width), self.dtype), start)
+    rows = self.project(jnp.zeros((1, 1, width), self.dtype), start[:, None])
     embedded = jnp.zeros((1, 1, c.hidden_size), self.dtype)
     if c.own_embedding:
       embedded = self.embed(jnp.zeros((1, 1), jnp.int32))
@@ -312,19 +343,30 @@ class DFlashDrafter:
     length: jax.Array,
     head: TargetHead,
   ) -> jax.Array:
-    c = self.config
-    root = jnp.take_along_axis(tokens, length[:, None], axis=1)
-    masks = jnp.full((root.shape[0], c.block_size - 1), c.mask_token_id)
-    block = jnp.concatenate([root, masks.astype(jnp.int32)], axis=1)
-    model, variables = DFlashModel(c), {'params': params}
-    embed, unembed = head
-    if c.own_embedding:
-      embed = functools.partial(model.apply, variables, method='embed')
-    if c.draft_vocab_size is not None:
-      unembed = functools.partial(model.apply, variables, method='unembed')
-    hidden = model.apply(variables, embed(block), state, length)
+    root = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
+    embed, unembed = self.ends(params, head)
+    hidden = DFlashModel(self.config).apply(
+      {'params': params}, embed(self.block(root)), state, length
+    )
     # Slot j predicts the token at its own position; slot 0 is the root.
     return unembed(hidden[:, 1 : self.block_size])
+
+  def block(self, roots: jax.Array) -> jax.Array:
+    """`[...]` int32 -> `[..., trained block]`: the roots, masks behind them."""
+    c = self.config
+    shape = (*roots.shape, c.block_size - 1)
+    masks = jnp.full(shape, c.mask_token_id, jnp.int32)
+    return jnp.concatenate([roots[..., None], masks], axis=-1)
+
+  def ends(self, params: Any, head: TargetHead) -> TargetHead:
+    """Embedding and head: the target's, but for those of its own."""
+    embed, unembed = head
+    model, variables = DFlashModel(self.config), {'params': params}
+    if self.config.own_embedding:
+      embed = functools.partial(model.apply, variables, method='embed')
+    if self.config.draft_vocab_size is not None:
+      unembed = functools.partial(model.apply, variables, method='unembed')
+    return TargetHead(embed, unembed)
 
   def commit(
     self,
@@ -333,9 +375,9 @@ class DFlashDrafter:
     features: jax.Array,
     start: jax.Array,
   ) -> DFlashState:
-    rows = DFlashModel(self.config).apply(
-      {'params': params}, features, start, method='project'
-    )
     every = jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
+    rows = DFlashModel(self.config).apply(
+      {'params': params}, features, start[:, None] + every, method='project'
+    )
     path = jnp.broadcast_to(every, features.shape[:2])
     return DFlashState(context=cache_compact(state.context, rows, path, start))

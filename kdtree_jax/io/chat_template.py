@@ -1,8 +1,8 @@
 """Chat templates of checkpoints, rendered in jinja2's sandbox."""
 
 import datetime
+import io
 import json
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,27 +46,30 @@ class ChatTemplate:
 
   @classmethod
   def read(
-    cls, folder: pathlib.Path, config: Mapping[str, Any]
+    cls, files: Mapping[str, bytes], config: Mapping[str, Any], home: str
   ) -> 'ChatTemplate | None':
-    """The template of a folder: a file of its own, or in its config.
+    """The template of a checkpoint: a file of its own, or in its config.
 
     Args:
-      folder: of the checkpoint.
-      config: its tokenizer_config.json.
+      files: of the tokenizer, by name.
+      config: its tokenizer_config.json, parsed.
+      home: the folder or bundle they come from, for messages.
 
     Raises:
       TemplateError: it cannot be read or parsed.
     """
     tokens = {name: _text(config.get(name)) for name in _TOKENS}
     tokens = {name: text for name, text in tokens.items() if text is not None}
-    path = folder / FILE
-    if path.exists():
+    if FILE in files:
+      where = f'{home}/{FILE}'
       try:
-        return cls(path.read_text(encoding='utf-8'), tokens, str(path))
-      except (OSError, UnicodeDecodeError) as e:
-        raise TemplateError(f'{path}: cannot be read: {one_line(e)}') from e
+        # As text files are read: with one kind of line break.
+        with io.TextIOWrapper(io.BytesIO(files[FILE]), 'utf-8') as file:
+          return cls(file.read(), tokens, where)
+      except UnicodeDecodeError as e:
+        raise TemplateError(f'{where}: cannot be read: {one_line(e)}') from e
     text = config.get('chat_template')
-    where = str(folder / 'tokenizer_config.json')
+    where = f'{home}/tokenizer_config.json'
     if isinstance(text, list):
       named = {
         entry.get('name'): entry.get('template')

@@ -65,7 +65,7 @@ def target_params(
     progress: called with the bytes of each tensor that was read.
 
   Returns:
-    Nested dict of arrays. `kv_b_proj` is split into `k_b_proj [n, dn, r]` and
+    Nested dict of arrays. `kv_b_proj` is split into `k_b_proj [n, r, dn]` and
     `v_b_proj [n, dv, r]`; experts are stacked, gate rows before up rows. What
     stays quantised is a QuantizedArray, except `kv_b_proj`, which is expanded
     always: its blocks of scales do not end where its heads do.
@@ -369,10 +369,13 @@ def _cast(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _split_kv_b(
   config: ModelConfig, weight: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """`[n * (dn + dv), r]`, a head's keys before its values, in two."""
+  """`[n * (dn + dv), r]`, a head's keys before its values, in two.
+
+  The half of the keys `[n, r, dn]`, that of the values `[n, dv, r]`.
+  """
   heads, nope = config.num_attention_heads, config.qk_nope_head_dim
   weight = weight.reshape(heads, nope + config.v_head_dim, -1)
-  return weight[:, :nope], weight[:, nope:]
+  return weight[:, :nope].swapaxes(1, 2), weight[:, nope:]
 
 
 def _insert(params: dict[str, Any], name: str, value: Any) -> None:

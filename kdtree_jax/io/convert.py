@@ -1,4 +1,4 @@
-"""A checkpoint folder as the contents of a bundle."""
+"""Checkpoint folders as the contents of bundles."""
 
 import dataclasses
 import os
@@ -25,6 +25,7 @@ from kdtree_jax.io.drafter_config import drafter_config
 from kdtree_jax.io.export import DRAFTER_FOLDER, read_extra
 from kdtree_jax.io.kdtr import Bundle
 from kdtree_jax.io.tensors import SafetensorsSource, read_json
+from kdtree_jax.io.tokenizer import read_files
 
 
 def read_checkpoint(
@@ -77,6 +78,33 @@ def read_checkpoint(
     drafter_config=drafter_fields[0],
     drafter=drafter_fields[1],
     recipe=recipe,
+    tokenizer=read_files(folder),
+  )
+
+
+def read_drafter(folder: os.PathLike | str, *, dtype: Any = None) -> Bundle:
+  """Reads the folder of a DFlash drafter as a bundle without a target.
+
+  Args:
+    folder: the drafter.
+    dtype: None takes numbers as they are stored; else all are rounded to it.
+
+  Raises:
+    UserError: what does not load.
+  """
+  folder = pathlib.Path(folder)
+  config, tensors = _drafter(folder, None)
+  if dtype is not None:
+    tensors = {n: value.astype(dtype) for n, value in tensors.items()}
+  name, recipe, _ = read_extra(folder, folder.absolute().name)
+  return Bundle(
+    name=name,
+    config=None,
+    target=None,
+    golden={},
+    drafter_config=config,
+    drafter=tensors,
+    recipe=recipe,
   )
 
 
@@ -118,12 +146,11 @@ def _from_fused(
 
 
 def _drafter(
-  folder: pathlib.Path, target: ModelConfig
+  folder: pathlib.Path, target: ModelConfig | None
 ) -> tuple[DrafterConfig, dict[str, np.ndarray]]:
   where = folder / 'config.json'
-  config = drafter_config(
-    read_json(where), str(where), target.num_hidden_layers
-  )
+  layers = None if target is None else target.num_hidden_layers
+  config = drafter_config(read_json(where), str(where), layers)
   if config.draft_vocab_size is not None:
     raise UserError(
       f'{folder}: a drafter with a head of its own has no place in a bundle'

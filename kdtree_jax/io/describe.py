@@ -167,12 +167,16 @@ def _skipped_lines(match: Match, source: TensorSource) -> list[str]:
 
 def _describe_bundle(path: pathlib.Path, bundle: Bundle) -> list[str]:
   lines = [f'{path}: KDTR bundle {show(bundle.name)}']
-  lines += _target_lines(bundle.config)
-  target = MappingSource(bundle.target)
-  rows = _rows(target, target.names())
-  lines += _size_lines(rows, bundle.config)
-  lines.append(_stop_line(bundle.config.eos_token_id))
-  tables = _table(rows)
+  tables = []
+  if bundle.config is None or bundle.target is None:
+    lines.append('target: none')
+  else:
+    target = MappingSource(bundle.target)
+    rows = _rows(target, target.names())
+    lines += _target_lines(bundle.config)
+    lines += _size_lines(rows, bundle.config)
+    lines += [_stop_line(bundle.config.eos_token_id), _tokenizer_line(bundle)]
+    tables += _table(rows)
   if bundle.drafter_config is None or bundle.drafter is None:
     lines.append('drafter: none')
   else:
@@ -229,6 +233,12 @@ def _rope_line(c: ModelConfig | DrafterConfig) -> str:
 
 def _stop_line(ids: tuple[int, ...]) -> str:
   return f'stop ids: {", ".join(map(str, ids)) or "none"}'
+
+
+def _tokenizer_line(bundle: Bundle) -> str:
+  files = sorted(bundle.tokenizer.items())
+  items = [f'{name} {len(data):,} bytes' for name, data in files]
+  return f'tokenizer: {", ".join(items) or "none"}'
 
 
 def _golden_line(bundle: Bundle) -> str:

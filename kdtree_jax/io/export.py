@@ -150,8 +150,9 @@ def write_checkpoint(
 ) -> None:
   """Writes a bundle as a folder in the Hugging Face layout.
 
-  The drafter goes to `dflash/`; golden answers, name and recipe to a file
-  that only this project reads, so that nothing is lost on the way back.
+  The drafter goes to `dflash/`, or is the folder if there is no target; golden
+  answers, name and recipe go to a file that only this project reads, so that
+  nothing is lost on the way back.
 
   Args:
     folder: must not exist, or be empty; appears whole or not at all.
@@ -165,11 +166,15 @@ def write_checkpoint(
   if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
     raise UserError(f'{folder}: exists; convert writes to a new folder')
   with _whole_folder(folder) as temporary:
-    raw = target_json(bundle.config, _main_dtype(bundle.target))
-    _write_model(temporary, raw, bundle.target, shard_bytes)
-    if bundle.drafter_config is not None and bundle.drafter is not None:
+    inner = temporary
+    if bundle.config is not None and bundle.target is not None:
+      raw = target_json(bundle.config, _main_dtype(bundle.target))
+      _write_model(temporary, raw, bundle.target, shard_bytes)
       inner = temporary / DRAFTER_FOLDER
-      inner.mkdir()
+    for name, data in bundle.tokenizer.items():
+      (temporary / name).write_bytes(data)
+    if bundle.drafter_config is not None and bundle.drafter is not None:
+      inner.mkdir(exist_ok=True)
       raw = drafter_json(bundle.drafter_config, _main_dtype(bundle.drafter))
       _write_model(inner, raw, bundle.drafter, shard_bytes)
     extra = canonical_json({'name': bundle.name, 'recipe': dict(bundle.recipe)})

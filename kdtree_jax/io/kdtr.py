@@ -2,8 +2,10 @@
 
 A bundle is a safetensors file, so that every tool for those opens it. Tensors
 are `target/<name>` and `drafter/<name>`, named as in Hugging Face checkpoints
-with experts one by one, and `golden/<name>`. One metadata key, `kdtr`, holds
-the manifest: configs, recipe, and a digest of every tensor and of itself.
+with experts one by one, `golden/<name>`, and the bytes of the tokenizer's
+files as `tokenizer/<file>`. One metadata key, `kdtr`, holds the manifest:
+configs, recipe, and a digest of every tensor and of itself. A bundle without a
+target holds a drafter alone.
 
 There is one valid file for given contents. A reader therefore compares the
 header with the one that a writer would have made, the size with what it
@@ -11,25 +13,26 @@ announces and all data with digests, and no flipped bit survives, not even one
 in padding that no parser looks at. Neither side holds the data twice.
 """
 
-import dataclasses
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.checkpoint_config import check_numbers, check_sizes
-from kdtree_jax.io.checkpoint_tensors import (
-  Shapes,
-  drafter_shapes,
-  tensor_shapes,
+from kdtree_jax.io.bundle import (
+  Bundle,
+  BundleError,
+  check_contents,
+  check_files,
 )
+from kdtree_jax.io.checkpoint_config import check_numbers, check_sizes
 from kdtree_jax.io.files import (
   canonical_json,
   one_line,
@@ -38,7 +41,6 @@ from kdtree_jax.io.files import (
   write_atomically,
 )
 from kdtree_jax.io.tensors import (
-  FLOAT_DTYPES,
   MappingSource,
   PrefixedSource,
   SafetensorsSource,
@@ -48,50 +50,19 @@ from kdtree_jax.io.tensors import (
 
 VERSION = 1
 METADATA_KEY = 'kdtr'
-SECTIONS = ('target', 'drafter', 'golden')
-# Golden token ids; other golden tensors are checks of any shape.
-GOLDEN_IDS = ('prompt', 'ar_tokens')
-
+SECTIONS = ('target', 'drafter', 'golden', 'tokenizer')
 # The order of tensors in a file: that of safetensors, widest values first.
-_FILE_ORDER = ('I64', 'F32', 'I32', 'BF16', 'F16', 'F8_E4M3')
+_FILE_ORDER = ('I64', 'F32', 'I32', 'BF16', 'F16', 'F8_E4M3', 'U8')
 
 _MANIFEST_KEYS = {
   'version': int,
   'name': str,
-  'config': dict,
+  'config': dict | None,
   'drafter_config': dict | None,
   'recipe': dict,
   'tensors': dict,
   'sha256': str,
 }
-
-
-class BundleError(UserError):
-  """A bundle that is damaged, inconsistent or of another version."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Bundle:
-  """The contents of a `.kdtr` file.
-
-  Attributes:
-    name: of the variant.
-    config: the target's architecture.
-    target: its weights by Hugging Face name, float32, bfloat16 or float16.
-    golden: `prompt [P]` and `ar_tokens [T]` int32, and any other checks;
-      may be empty.
-    drafter_config: of the DFlash drafter, or None.
-    drafter: its weights by z-lab's names, or None.
-    recipe: how the bundle was made; JSON.
-  """
-
-  name: str
-  config: ModelConfig
-  target: Mapping[str, np.ndarray]
-  golden: Mapping[str, np.ndarray]
-  drafter_config: DrafterConfig | None
-  drafter: Mapping[str, np.ndarray] | None
-  recipe: Mapping[str, Any]
 
 
 def write_bundle(path: os.PathLike | str, bundle: Bundle) -> None:
@@ -103,8 +74,9 @@ def write_bundle(path: os.PathLike | str, bundle: Bundle) -> None:
   """
   try:
     tensors = _flatten(bundle)
-    check_sizes(bundle.config.to_dict(), 'config')
-    _check_contents(bundle)
+    if bundle.config is not None:
+      check_sizes(bundle.config.to_dict(), 'config')
+    check_contents(bundle)
     header, names = _header(tensors, _manifest(bundle, tensors))
   except BundleError as e:
     raise BundleError(f'{path}: {e}') from e
@@ -122,15 +94,40 @@ def read_bundle(path: os.PathLike | str) -> Bundle:
       its own configs.
   """
   path = pathlib.Path(path)
-  try:
+  with _naming(path):
     return _read(path)
+
+
+def read_tokenizer(path: os.PathLike | str) -> dict[str, bytes]:
+  """The tokenizer's files of a bundle, if any, and nothing else of it.
+
+  Raises:
+    BundleError: not a bundle, or what was read is damaged.
+  """
+  path = pathlib.Path(path)
+  with _naming(path):
+    source, _, manifest = _open(path)
+    names = [n for n in source.names() if n.startswith('tokenizer/')]
+    tensors = _verified(source, manifest, names)
+    check_files(files := _section(MappingSource(tensors), 'tokenizer'))
+  return {name: value.tobytes() for name, value in files.items()}
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+  """Errors in one line that names the file."""
+  try:
+    yield
   except UserError as e:
     text = one_line(e)
     named = text if text.startswith(f'{path}: ') else f'{path}: {text}'
     raise BundleError(named) from e
 
 
-def _read(path: pathlib.Path) -> Bundle:
+def _open(
+  path: pathlib.Path,
+) -> tuple[SafetensorsSource, str, dict[str, Any]]:
+  """The file, and its manifest as text and parsed."""
   if path.is_dir():
     raise BundleError('is a folder, not a bundle')
   source = SafetensorsSource(path)
@@ -138,15 +135,29 @@ def _read(path: pathlib.Path) -> Bundle:
   if text is None:
     raise BundleError(f'no metadata {METADATA_KEY!r}: not a KDTR bundle')
   manifest = _parse_manifest(text)
-  config = _config(ModelConfig, manifest['config'])
-  drafter_config = None
-  if manifest['drafter_config'] is not None:
-    drafter_config = _config(DrafterConfig, manifest['drafter_config'])
   _check_table(manifest['tensors'], source)
-  tensors = {name: source.read(name) for name in source.names()}
+  return source, text, manifest
+
+
+def _verified(
+  source: SafetensorsSource, manifest: dict[str, Any], names: Iterable[str]
+) -> dict[str, np.ndarray]:
+  """Tensors that match their digests."""
+  tensors = {name: source.read(name) for name in names}
   for name, value in tensors.items():
     if _digest(value) != manifest['tensors'][name]['sha256']:
       raise BundleError(f'tensor {show(name)} does not match its digest')
+  return tensors
+
+
+def _read(path: pathlib.Path) -> Bundle:
+  source, text, manifest = _open(path)
+  config = drafter_config = None
+  if manifest['config'] is not None:
+    config = _config(ModelConfig, manifest['config'])
+  if manifest['drafter_config'] is not None:
+    drafter_config = _config(DrafterConfig, manifest['drafter_config'])
+  tensors = _verified(source, manifest, source.names())
   # Left: padding, the order of the header, other metadata, other spellings.
   header, _ = _header(tensors, text)
   size = len(header) + sum(value.nbytes for value in tensors.values())
@@ -154,24 +165,32 @@ def _read(path: pathlib.Path) -> Bundle:
     raise BundleError('header is not as a writer of bundles makes it')
   sections = {
     section: _section(MappingSource(tensors), section)
-    for section in SECTIONS
-    if section != 'drafter' or drafter_config is not None
+    for section, present in (
+      ('target', config is not None),
+      ('drafter', drafter_config is not None),
+      ('golden', True),
+      ('tokenizer', True),
+    )
+    if present
   }
+  check_files(sections['tokenizer'])
+  files = {n: value.tobytes() for n, value in sections['tokenizer'].items()}
   bundle = Bundle(
     name=manifest['name'],
     config=config,
-    target=sections['target'],
+    target=sections.get('target'),
     golden=sections['golden'],
     drafter_config=drafter_config,
     drafter=sections.get('drafter'),
     recipe=manifest['recipe'],
+    tokenizer=files,
   )
   if len(tensors) != sum(len(section) for section in sections.values()):
     stray = next(
       n for n in tensors if n.split('/', 1)[0] not in sections or '/' not in n
     )
     raise BundleError(f'tensor {show(stray)} belongs to no section')
-  _check_contents(bundle)
+  check_contents(bundle)
   return bundle
 
 
@@ -191,11 +210,14 @@ def _section(source: TensorSource, section: str) -> dict[str, np.ndarray]:
 
 def _flatten(bundle: Bundle) -> dict[str, np.ndarray]:
   """All tensors under their names in the file, contiguous."""
-  if (bundle.drafter is None) != (bundle.drafter_config is None):
-    raise BundleError('drafter and drafter_config go together')
+  for weights, config in (('drafter', 'drafter_config'), ('target', 'config')):
+    if (getattr(bundle, weights) is None) != (getattr(bundle, config) is None):
+      raise BundleError(f'{weights} and {config} go together')
   tensors = {}
   for section in SECTIONS:
     for name, value in (getattr(bundle, section) or {}).items():
+      if section == 'tokenizer':
+        value = np.frombuffer(value, np.uint8)
       tensors[f'{section}/{name}'] = np.asarray(value, order='C')
   return tensors
 
@@ -215,7 +237,7 @@ def _manifest(bundle: Bundle, tensors: Mapping[str, np.ndarray]) -> str:
   manifest = {
     'version': VERSION,
     'name': bundle.name,
-    'config': bundle.config.to_dict(),
+    'config': None if bundle.config is None else bundle.config.to_dict(),
     'drafter_config': None if drafter is None else drafter.to_dict(),
     'recipe': dict(bundle.recipe),
     'tensors': {
@@ -329,75 +351,3 @@ def _check_table(table: dict[str, Any], source: SafetensorsSource) -> None:
         f'tensor {show(name)} is {header["dtype"]} {header["shape"]} in the '
         f'header, {show(stated)} in the manifest'
       )
-
-
-def _check_contents(bundle: Bundle) -> None:
-  """Names, shapes, dtypes and values against the configs."""
-  config, drafter = bundle.config, bundle.drafter_config
-  check_numbers(config, 'config')
-  _check_weights('target', bundle.target, tensor_shapes(config))
-  if drafter is not None:
-    check_numbers(drafter, 'drafter_config')
-    for name, targets in (
-      ('hidden_size', config.hidden_size),
-      ('vocab_size', config.vocab_size),
-      ('num_target_layers', config.num_hidden_layers),
-    ):
-      ours = getattr(drafter, name)
-      if ours != targets:
-        raise BundleError(
-          f"drafter_config.{name} is {ours}, but the target's is {targets}"
-        )
-    _check_weights('drafter', bundle.drafter or {}, drafter_shapes(drafter))
-  _check_golden(bundle.golden, config.vocab_size)
-
-
-def _check_weights(
-  section: str, tensors: Mapping[str, np.ndarray], expected: Shapes
-) -> None:
-  odd = sorted(set(tensors) ^ set(expected))
-  if odd:
-    state = 'missing' if odd[0] in expected else 'unexpected'
-    raise BundleError(f'tensor {show(f"{section}/{odd[0]}")} is {state}')
-  for name, value in tensors.items():
-    full = show(f'{section}/{name}')
-    if value.shape != expected[name]:
-      raise BundleError(
-        f'tensor {full} has shape {list(value.shape)}, the config asks for '
-        f'{list(expected[name])}'
-      )
-    if dtype_name(value.dtype) not in FLOAT_DTYPES:
-      raise BundleError(
-        f'tensor {full} has dtype {value.dtype}; supported: '
-        f'{", ".join(FLOAT_DTYPES)}'
-      )
-    _check_finite(full, value)
-
-
-def _check_golden(tensors: Mapping[str, np.ndarray], vocab_size: int) -> None:
-  present = [name for name in GOLDEN_IDS if name in tensors]
-  if len(present) == 1:
-    lacking = next(name for name in GOLDEN_IDS if name not in tensors)
-    raise BundleError(f'golden has {present[0]} without {lacking}')
-  for name, value in tensors.items():
-    full = show(f'golden/{name}')
-    dtype = dtype_name(value.dtype)
-    if name not in GOLDEN_IDS:
-      if dtype not in FLOAT_DTYPES and dtype not in ('I32', 'I64'):
-        raise BundleError(f'tensor {full} has the unsupported dtype {dtype}')
-      if dtype in FLOAT_DTYPES:
-        _check_finite(full, value)
-      continue
-    if dtype != 'I32' or value.ndim != 1:
-      raise BundleError(
-        f'tensor {full} is {dtype} {list(value.shape)}, not a row of I32'
-      )
-    if value.size and not 0 <= value.min() <= value.max() < vocab_size:
-      raise BundleError(
-        f'tensor {full} holds ids outside the vocabulary of {vocab_size}'
-      )
-
-
-def _check_finite(name: str, value: np.ndarray) -> None:
-  if not np.isfinite(value).all():
-    raise BundleError(f'tensor {name} holds NaN or infinity')

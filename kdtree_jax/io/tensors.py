@@ -48,12 +48,12 @@ _KNOWN_DTYPES = FLOAT_DTYPES | {
   'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
   'I32': np.dtype(np.int32),
   'I64': np.dtype(np.int64),
+  'U8': np.dtype(np.uint8),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _KNOWN_DTYPES.items()}
 # Read for what is said about them: a foreign dtype is refused by its name.
 _READABLE_DTYPES = _KNOWN_DTYPES | {
   'BOOL': np.dtype(np.bool_),
-  'U8': np.dtype(np.uint8),
   'I8': np.dtype(np.int8),
   'U16': np.dtype(np.uint16),
   'I16': np.dtype(np.int16),
@@ -115,15 +115,24 @@ def read_json(
   """
   path = pathlib.Path(path)
   try:
-    fields = parse_json(path.read_bytes())
+    data = path.read_bytes()
   except FileNotFoundError:
     raise error(f'{path}: no such file') from None
   except OSError as e:
     raise error(f'{path}: cannot be read: {e.strerror or e}') from e
+  return json_object(data, str(path), error)
+
+
+def json_object(
+  data: bytes, where: str, error: type[UserError] = CheckpointError
+) -> dict[str, Any]:
+  """The JSON object that the bytes of a file spell; errors as `read_json`."""
+  try:
+    fields = parse_json(data)
   except ValueError as e:
-    raise error(f'{path}: not JSON: {e}') from e
+    raise error(f'{where}: not JSON: {e}') from e
   if not isinstance(fields, dict):
-    raise error(f'{path}: holds {show(fields)}, not a JSON object')
+    raise error(f'{where}: holds {show(fields)}, not a JSON object')
   return fields
 
 

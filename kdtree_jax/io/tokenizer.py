@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the files of a checkpoint's folder.
+"""Text to token ids and back, with the files of a checkpoint or a bundle.
 
 `tokenizer.json` is read by `tokenizers`, Kimi's `tiktoken.model` by `tiktoken`.
 Nothing of a checkpoint is executed but its chat template, in a sandbox.
@@ -9,14 +9,16 @@ import binascii
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tokenizers
 
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.bundle import TOKENIZER_FILES
 from kdtree_jax.io.chat_template import ChatTemplate
 from kdtree_jax.io.files import one_line, show
-from kdtree_jax.io.tensors import read_json
+from kdtree_jax.io.kdtr import read_tokenizer
+from kdtree_jax.io.tensors import json_object
 
 JSON_FILE, KIMI_FILE = 'tokenizer.json', 'tiktoken.model'
 CONFIG_FILE = 'tokenizer_config.json'
@@ -92,14 +94,14 @@ class Tokenizer:
   """
 
   def __init__(
-    self, backend: _Backend, config: Mapping[str, Any], folder: pathlib.Path
+    self, backend: _Backend, config: Mapping[str, Any], files: '_Files'
   ):
-    self._backend, self._folder = backend, folder
+    self._backend, self._home = backend, files.home
     self._bos = None
     if config.get('add_bos_token') is True:
       bos = _content(config.get('bos_token'))
       self._bos = None if bos is None else self._only_id(bos)
-    self.template = ChatTemplate.read(folder, config)
+    self.template = ChatTemplate.read(files.data, config, files.home)
 
   def _only_id(self, token: str) -> int | None:
     ids = self._backend.encode(token)
@@ -135,7 +137,7 @@ class Tokenizer:
       TokenizerError: no template, or one that fails.
     """
     if self.template is None:
-      raise TokenizerError(f'{self._folder}: has no chat template')
+      raise TokenizerError(f'{self._home}: has no chat template')
     return self._encode(self.template.render(messages))
 
   def decode(self, ids: Sequence[int]) -> str:
@@ -147,31 +149,70 @@ class Tokenizer:
     return StreamDecoder(self)
 
 
-def load_tokenizer(folder: os.PathLike | str) -> Tokenizer | None:
-  """The tokenizer of a checkpoint, or None where it has none.
+class _Files(NamedTuple):
+  """A tokenizer's files, wherever they are.
+
+  Attributes:
+    home: the folder or bundle.
+    data: bytes by file name.
+  """
+
+  home: str
+  data: Mapping[str, bytes]
+
+  def where(self, name: str) -> str:
+    return f'{self.home}/{name}'
+
+
+def load_tokenizer(path: os.PathLike | str) -> Tokenizer | None:
+  """The tokenizer of a checkpoint's folder or of a bundle, None without one.
 
   Raises:
-    TokenizerError: a broken file, or `tiktoken` is needed and not installed.
+    UserError: a broken file, or `tiktoken` is needed and not installed.
   """
-  folder = pathlib.Path(folder)
+  path = pathlib.Path(path)
+  if path.is_file():
+    files = _Files(str(path), read_tokenizer(path))
+  else:
+    files = _Files(str(path), read_files(path))
   config: Mapping[str, Any] = {}
-  if (folder / CONFIG_FILE).exists():
-    config = read_json(folder / CONFIG_FILE, TokenizerError)
-  if (folder / JSON_FILE).exists():
-    return Tokenizer(_JsonBackend(folder / JSON_FILE), config, folder)
-  if (folder / KIMI_FILE).exists():
-    return Tokenizer(_KimiBackend(folder / KIMI_FILE, config), config, folder)
+  if CONFIG_FILE in files.data:
+    where = files.where(CONFIG_FILE)
+    config = json_object(files.data[CONFIG_FILE], where, TokenizerError)
+  if JSON_FILE in files.data:
+    return Tokenizer(_JsonBackend(files), config, files)
+  if KIMI_FILE in files.data:
+    return Tokenizer(_KimiBackend(files, config), config, files)
   return None
+
+
+def read_files(folder: pathlib.Path) -> dict[str, bytes]:
+  """What a folder has of `TOKENIZER_FILES`.
+
+  Raises:
+    TokenizerError: a file that cannot be read.
+  """
+  data = {}
+  for name in TOKENIZER_FILES:
+    path = folder / name
+    try:
+      data[name] = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+      continue
+    except OSError as e:
+      raise TokenizerError(f'{path}: cannot be read: {e.strerror or e}') from e
+  return data
 
 
 class _JsonBackend:
   """`tokenizer.json`."""
 
-  def __init__(self, path: pathlib.Path):
+  def __init__(self, files: _Files):
     try:
-      self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+      self._tokenizer = tokenizers.Tokenizer.from_buffer(files.data[JSON_FILE])
     except Exception as e:  # the library raises nothing more special
-      raise TokenizerError(f'{path}: no tokenizer: {one_line(e)}') from e
+      where = files.where(JSON_FILE)
+      raise TokenizerError(f'{where}: no tokenizer: {one_line(e)}') from e
     # A prompt is neither padded nor cut, whatever training did.
     self._tokenizer.no_padding()
     self._tokenizer.no_truncation()
@@ -186,15 +227,16 @@ class _JsonBackend:
 class _KimiBackend:
   """`tiktoken.model`: a rank a line; special tokens follow the ranks."""
 
-  def __init__(self, path: pathlib.Path, config: Mapping[str, Any]):
+  def __init__(self, files: _Files, config: Mapping[str, Any]):
+    where = files.where(KIMI_FILE)
     try:
       import tiktoken
     except ImportError:
       raise TokenizerError(
-        f'{path}: needs tiktoken: pip install kdtree_jax[kimi]'
+        f'{where}: needs tiktoken: pip install kdtree_jax[kimi]'
       ) from None
-    ranks = _read_ranks(path)
-    specials = _special_tokens(path.parent / CONFIG_FILE, config, len(ranks))
+    ranks = _ranks(files.data[KIMI_FILE], where)
+    specials = _special_tokens(files.where(CONFIG_FILE), config, len(ranks))
     try:
       self._encoding = tiktoken.Encoding(
         name='kimi',
@@ -203,7 +245,7 @@ class _KimiBackend:
         special_tokens=specials,
       )
     except Exception as e:  # from Rust: bytes without a rank, and the like
-      raise TokenizerError(f'{path}: no tokenizer: {one_line(e)}') from e
+      raise TokenizerError(f'{where}: no tokenizer: {one_line(e)}') from e
     self._size = len(ranks) + KIMI_RESERVED
 
   def encode(self, text: str) -> list[int]:
@@ -215,7 +257,7 @@ class _KimiBackend:
     return self._encoding.decode_bytes(known).decode('utf-8', 'replace')
 
 
-def _read_ranks(path: pathlib.Path) -> dict[bytes, int]:
+def _ranks(data: bytes, where: str) -> dict[bytes, int]:
   """Lines of base64 and rank.
 
   Raises:
@@ -223,11 +265,7 @@ def _read_ranks(path: pathlib.Path) -> dict[bytes, int]:
       without one.
   """
   ranks: dict[bytes, int] = {}
-  try:
-    lines = path.read_bytes().split(b'\n')
-  except OSError as e:
-    raise TokenizerError(f'{path}: cannot be read: {e.strerror or e}') from e
-  for number, line in enumerate(lines, 1):
+  for number, line in enumerate(data.split(b'\n'), 1):
     if not line.strip():
       continue
     try:
@@ -235,22 +273,22 @@ def _read_ranks(path: pathlib.Path) -> dict[bytes, int]:
       ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error):
       raise TokenizerError(
-        f'{path}: line {number} is {show(line, 40)}, not base64 and a rank'
+        f'{where}: line {number} is {show(line, 40)}, not base64 and a rank'
       ) from None
   if sorted(ranks.values()) != list(range(len(ranks))) or not ranks:
-    raise TokenizerError(f'{path}: ranks are not 0 to {len(ranks) - 1}')
+    raise TokenizerError(f'{where}: ranks are not 0 to {len(ranks) - 1}')
   if any(bytes([byte]) not in ranks for byte in range(256)):
-    raise TokenizerError(f'{path}: not every byte has a rank')
+    raise TokenizerError(f'{where}: not every byte has a rank')
   return ranks
 
 
 def _special_tokens(
-  path: pathlib.Path, config: Mapping[str, Any], first: int
+  where: str, config: Mapping[str, Any], first: int
 ) -> dict[str, int]:
   """Names of the ids behind the ranks."""
   added = config.get('added_tokens_decoder') or {}
   if not isinstance(added, Mapping):
-    raise TokenizerError(f'{path}: added_tokens_decoder is no object')
+    raise TokenizerError(f'{where}: added_tokens_decoder is no object')
   names = {}
   for token in range(first, first + KIMI_RESERVED):
     entry = _content(added.get(str(token)))
@@ -258,10 +296,10 @@ def _special_tokens(
     # tiktoken would look for it for ever.
     if not name:
       raise TokenizerError(
-        f'{path}: added_tokens_decoder: the name of token {token} is empty'
+        f'{where}: added_tokens_decoder: the name of token {token} is empty'
       )
     if name in names:
-      raise TokenizerError(f'{path}: {show(name)} is the name of two tokens')
+      raise TokenizerError(f'{where}: {show(name)} is the name of two tokens')
     names[name] = token
   return names
 

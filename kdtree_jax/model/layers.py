@@ -42,21 +42,75 @@ def matmul(x: jax.Array, w: jax.Array | QuantizedArray) -> jax.Array:
   """`x [..., I] @ w[O, I].T -> [..., O]` in float32.
 
   HIGHEST keeps float32 operands from being rounded to tf32 on a GPU; it means
-  nothing for bfloat16, which is accumulated in float32 either way.
+  nothing for bfloat16, which is accumulated in float32 either way. Gradients
+  take the dtype of `x` before they are multiplied.
   """
   if isinstance(w, QuantizedArray):
     # Tied to x, or XLA expands the weight once, before the decoding loop, and
     # holds it beside the quantised one.
     x, w = lax.optimization_barrier((x, w))
     w = expand(w, x.dtype)
-  contract = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
+  return _product(x, w)
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+  """`matmul` of arrays.
+
+  The gradient of a product with a float32 result would multiply in float32,
+  off the tensor cores, whatever the operands are.
+  """
+  return _dot(x, w, (x.ndim - 1,), (w.ndim - 1,))
+
+
+def _product_forward(x, w):
+  return _product(x, w), (x, w)
+
+
+def _product_backward(operands, gradient):
+  x, w = operands
+  gradient = gradient.astype(x.dtype)
+  outer = tuple(range(x.ndim - 1))
+  dx = _dot(gradient, w, (x.ndim - 1,), (0,))
+  dw = _dot(gradient, x, outer, outer)
+  return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _dot(x, w, x_axes, w_axes):
   return lax.dot_general(
     x,
     w,
-    contract,
+    ((x_axes, w_axes), ((), ())),
     precision=lax.Precision.HIGHEST,
     preferred_element_type=jnp.float32,
   )
+
+
+@jax.custom_vjp
+def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+  """`table [V, H]` at `tokens [...]` int32: `[..., H]`."""
+  return table[tokens]
+
+
+def _lookup_forward(table, tokens):
+  return table[tokens], (table, tokens)
+
+
+def _lookup_backward(saved, gradient):
+  """A product with one-hot rows: no larger than logits, and in one order.
+
+  A scatter would add thousands of equal tokens up in bfloat16, by atomics.
+  """
+  table, tokens = saved
+  rows = jax.nn.one_hot(tokens.reshape(-1), table.shape[0], dtype=table.dtype)
+  flat = gradient.reshape(-1, table.shape[1]).astype(table.dtype)
+  return _dot(rows, flat, (0,), (0,)).astype(table.dtype), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 class Linear(nn.Module):

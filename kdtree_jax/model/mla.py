@@ -33,8 +33,9 @@ def _per_head(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 class MultiHeadLatentAttention(nn.Module):
   """Queries meet latents directly: `kv_b_proj` is folded into q and output.
 
-  The checkpoint's `kv_b_proj` is held as its two halves: `k_b_proj [n, dn, r]`
-  (W_UK) and `v_b_proj [n, dv, r]` (W_UV), so that neither is a strided slice.
+  The checkpoint's `kv_b_proj` is held as its two halves: `k_b_proj [n, r, dn]`
+  (W_UK, transposed) and `v_b_proj [n, dv, r]` (W_UV). Neither is a strided
+  slice, and both are summed over their last axis, which memory is read along.
   """
 
   config: ModelConfig
@@ -69,12 +70,12 @@ class MultiHeadLatentAttention(nn.Module):
     q_rope = rotate(q_rope, cos[:, :, None], sin[:, :, None])
     rows = jnp.concatenate([latent, rotate(k_rope, cos, sin)], axis=-1)
     k_b = weight(
-      self, 'k_b_proj', matrix_init, (n, c.qk_nope_head_dim, r), self.dtype
+      self, 'k_b_proj', matrix_init, (n, r, c.qk_nope_head_dim), self.dtype
     )
     v_b = weight(
       self, 'v_b_proj', matrix_init, (n, c.v_head_dim, r), self.dtype
     )
-    q_latent = _per_head('bnhd,hdr->bnhr', q_nope, k_b)
+    q_latent = _per_head('bnhd,hrd->bnhr', q_nope, k_b)
     out = attend(jnp.concatenate([q_latent, q_rope], axis=-1), rows)
     out = _per_head('bnhr,hdr->bnhd', out, v_b)
     out = out.reshape(*x.shape[:2], n * c.v_head_dim)

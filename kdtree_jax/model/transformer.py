@@ -13,6 +13,7 @@ from kdtree_jax.model.cache import KVCache, init_cache
 from kdtree_jax.model.layers import (
   RMSNorm,
   SwiGLU,
+  lookup,
   matmul,
   matrix_init,
   weight,
@@ -95,7 +96,8 @@ class Transformer(nn.Module):
     tap_layers: 0-based layers whose raw output becomes `features`.
     dtype: of the parameters that `init` makes; a forward computes in the
       dtype of the parameters that it is given.
-    implementation: of the kernels; None takes the best that is available.
+    implementation: of the kernels; None takes the best that is available,
+      `training` what has fast gradients, for an empty cache.
   """
 
   config: ModelConfig
@@ -134,7 +136,7 @@ class Transformer(nn.Module):
         is the causal mask of a chain.
     """
     c = self.config
-    hidden = self.embed_tokens()[tokens]
+    hidden = lookup(self.embed_tokens(), tokens)
     cos, sin = rope_tables(
       positions, c.qk_rope_head_dim, c.rope_theta, c.rope_scaling
     )
@@ -173,7 +175,7 @@ class Transformer(nn.Module):
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """`[...]` int32 -> `[..., hidden_size]`; a drafter shares it."""
-    return self.embed_tokens()[tokens]
+    return lookup(self.embed_tokens(), tokens)
 
   def unembed(self, hidden: jax.Array) -> jax.Array:
     """The head alone, `[..., hidden_size] -> [..., V]` float32."""

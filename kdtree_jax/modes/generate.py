@@ -16,6 +16,7 @@ from kdtree_jax.modes.run_config import (
   check_budgets,
   check_output,
   integers,
+  numbers,
   status,
 )
 
@@ -229,7 +230,6 @@ def _options(config: RunConfig) -> dict[str, Any]:
     'prefill_chunk',
     'kernels',
     'chain_seed',
-    'temperature',
     'top_k',
     'top_p',
     'min_p',
@@ -239,6 +239,12 @@ def _options(config: RunConfig) -> dict[str, Any]:
   for name in names:
     value = getattr(config, name)
     options[name] = getattr(defaults, name) if value is None else value
+  options['temperature'] = defaults.temperature
+  if config.temperature is not None:
+    temperatures = numbers(config.temperature, 'temperature')
+    if len(temperatures) != 1:
+      raise UserError('--temperature takes one value in --mode=generate')
+    (options['temperature'],) = temperatures
   if config.ignore_eos:
     if config.stop_ids is not None:
       raise UserError('--ignore_eos and --stop_ids exclude each other')

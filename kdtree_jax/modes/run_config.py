@@ -41,7 +41,7 @@ class RunConfig:
   ignore_eos: bool | None = None
   stop_strings: tuple[str, ...] | None = None
   batch_size: int | None = None
-  temperature: float | None = None
+  temperature: tuple[str, ...] | None = None
   top_k: int | None = None
   top_p: float | None = None
   min_p: float | None = None
@@ -54,6 +54,15 @@ class RunConfig:
   dump_trees: bool | None = None
   variant: str | None = None
   seed: int | None = None
+  num_prompts: int | None = None
+  prompt_length: int | None = None
+  plots: str | None = None
+  corpus: str | None = None
+  corpus_sources: tuple[str, ...] | None = None
+  vocab_size: int | None = None
+  max_tokens: int | None = None
+  recipe: str | None = None
+  train_steps: int | None = None
 
 
 def integers(values: tuple[str, ...], flag: str) -> list[int]:
@@ -68,6 +77,23 @@ def integers(values: tuple[str, ...], flag: str) -> list[int]:
     given = ','.join(values)
     raise UserError(
       f'--{flag}={given} is not a comma-separated list of integers'
+    ) from None
+
+
+def numbers(values: tuple[str, ...], flag: str) -> list[float]:
+  """Parses the items of a list flag.
+
+  Raises:
+    UserError: it is empty, or an item is no number; names the flag.
+  """
+  given = ','.join(values)
+  if not values:
+    raise UserError(f'--{flag} is empty')
+  try:
+    return [float(value) for value in values]
+  except ValueError:
+    raise UserError(
+      f'--{flag}={given} is not a comma-separated list of numbers'
     ) from None
 
 

@@ -1,6 +1,7 @@
 """A batch of draft trees as one structure of arrays."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 
 import flax.struct
 import jax
@@ -103,7 +104,8 @@ def format_tree(
   node_token_ids: Iterable[int],
   parents: Iterable[int],
   accepted_indices: Iterable[int] = (),
-  label=str,
+  label: Callable[[int], str] = str,
+  scores: Iterable[float] | None = None,
 ) -> str:
   """Draws one tree, a node a line, `*` on the accepted path.
 
@@ -112,9 +114,12 @@ def format_tree(
     parents: parent of each node, NO_PARENT for the root.
     accepted_indices: nodes to mark.
     label: turns a token id into text.
+    scores: of all nodes, sums of log q; adds to every node the drafter's
+      probability of its token and the path's.
   """
   tokens, parents = list(node_token_ids), list(parents)
   accepted = set(accepted_indices)
+  scores = None if scores is None else list(scores)
   children: dict[int, list[int]] = {}
   for node, parent in enumerate(parents):
     children.setdefault(parent, []).append(node)
@@ -124,7 +129,11 @@ def format_tree(
   while stack:
     node, lead, below = stack.pop()
     mark = ' *' if node in accepted else ''
-    lines.append(f'{lead}{label(tokens[node])}{mark}')
+    odds = ''
+    if scores is not None and node != ROOT_INDEX:
+      own = math.exp(scores[node] - scores[parents[node]])
+      odds = f' {own:.0%}, path {math.exp(scores[node]):.0%}'
+    lines.append(f'{lead}{label(tokens[node])}{odds}{mark}')
     kids = children.get(node, [])
     for kid in reversed(kids):
       last = kid == kids[-1]

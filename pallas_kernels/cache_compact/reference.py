@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Beyond it a scatter: so many updates take minutes to compile.
+MAX_UPDATES = 32
+
 
 def cache_compact(
   cache: jax.Array, rows: jax.Array, path: jax.Array, start: jax.Array
@@ -15,6 +18,8 @@ def cache_compact(
   # the gather, out of the fusion that writes: an update is in place only if
   # every read of the old cache is over by then.
   accepted = lax.optimization_barrier(accepted)
+  if cache.shape[1] > MAX_UPDATES:
+    return _scatter(cache, accepted, start)
   zero = jnp.int32(0)
   # Every batch row starts elsewhere. One slice update each stays in place; a
   # batched one would become a scatter.
@@ -23,3 +28,22 @@ def cache_compact(
       cache, accepted[:, b : b + 1], (zero, zero + b, start[b], zero)
     )
   return cache
+
+
+def _scatter(
+  cache: jax.Array, accepted: jax.Array, start: jax.Array
+) -> jax.Array:
+  """The same on the cache as one list of rows, which keeps it in place."""
+  layers, batch, size, width = cache.shape
+  every = jnp.arange(layers * batch, dtype=jnp.int32) * size
+  first = every.reshape(layers, batch) + start[None, :]
+  ahead = jnp.arange(accepted.shape[2], dtype=jnp.int32)
+  index = first[:, :, None] + ahead[None, None, :]
+  flat = cache.reshape(-1, width)
+  flat = flat.at[index.reshape(-1)].set(
+    accepted.reshape(-1, width),
+    indices_are_sorted=True,
+    unique_indices=True,
+    mode='promise_in_bounds',
+  )
+  return flat.reshape(cache.shape)

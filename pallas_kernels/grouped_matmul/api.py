@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels import _checks, _dispatch
-from pallas_kernels.grouped_matmul import mosaic_gpu, reference
+from pallas_kernels.grouped_matmul import mosaic_gpu, reference, training
 from pallas_kernels.quantized import QuantizedArray
 
 __all__ = ('expert_mlp',)
@@ -37,7 +37,8 @@ def expert_mlp(
       nothing (padding uses E); an id that occurs twice in a row adds up.
     expert_weights: `[T, K]` float32.
     implementation: None for the best available, "mosaic_gpu" (a Hopper GPU,
-      bfloat16) or "reference".
+      bfloat16), "reference", or "training": all experts on all rows in two
+      products, for few experts that are not quantised.
 
   Returns:
     `[T, H]` in x's dtype; zeros for a row without experts.
@@ -59,6 +60,11 @@ def expert_mlp(
   expert_weights = _checks.check_array(
     'expert_weights', expert_weights, expert_ids.shape, ('float32',)
   )
+  if implementation == 'training':
+    quantised = [isinstance(w, QuantizedArray) for w in (gate_up, down)]
+    if any(quantised):
+      raise ValueError('implementation: "training" takes no quantised weights')
+    return training.expert_mlp(x, gate_up, down, expert_ids, expert_weights)
   run = _dispatch.with_mosaic(
     'expert_mlp',
     mosaic_gpu.expert_mlp,

@@ -15,7 +15,7 @@ import jax
 
 from pallas_kernels import _checks, _dispatch
 from pallas_kernels.tree_build import bits
-from pallas_kernels.verify_attention import mosaic_gpu, reference
+from pallas_kernels.verify_attention import mosaic_gpu, reference, training
 
 __all__ = ('verify_attention',)
 
@@ -51,7 +51,9 @@ def verify_attention(
     ancestors: `[B, N, ceil(N / 32)]` uint32 as in `tree_build.bits`, or None
       for a chain: node i sees the new rows j <= i.
     implementation: "reference", "mosaic_gpu" (bfloat16 on a Hopper GPU, see
-      `mosaic_gpu.supported`), or None for the best that runs.
+      `mosaic_gpu.supported`), "training" (an empty cache, finite rows, and no
+      node sees a later one; its gradient keeps no scores), or None for the
+      best that runs.
 
   Returns:
     `[B, N, H, R]` in the query's dtype.
@@ -74,6 +76,16 @@ def verify_attention(
     ancestors = _checks.check_array(
       'ancestors', ancestors, (batch, n, bits.num_words(n)), ('uint32',)
     )
+  static = dict(layer=layer, value_dim=value_dim, scale=float(scale))
+  if implementation == 'training':
+    if cache.shape[2]:
+      raise ValueError(
+        'implementation: "training" takes an empty cache, not one of '
+        f'{cache.shape[2]} rows'
+      )
+    return training.verify_attention(
+      query, rows, ancestors, value_dim, float(scale)
+    )
   run = _dispatch.with_mosaic(
     'verify_attention',
     mosaic_gpu.verify_attention,
@@ -81,5 +93,4 @@ def verify_attention(
     implementation,
     mosaic_gpu.supported(query, cache, rows, value_dim, ancestors),
   )
-  static = dict(layer=layer, value_dim=value_dim, scale=float(scale))
   return run(query, cache, rows, lengths, ancestors=ancestors, **static)

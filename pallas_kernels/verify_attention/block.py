@@ -70,6 +70,7 @@ class Plan:
   scale: float
   has_bits: bool
   splits: int
+  pairs: bool
   interpret: Any
 
   @property
@@ -223,13 +224,18 @@ def _clean(block: Block, tile: jax.Array, slot) -> None:
 
   @pl.when(dirty)
   def _():
-    for part in range(2):
-      for first in range(0, block.plan.half, 64):
-        at = (slot, part, slice(None), pl.ds(first, 64))
-        v = plgpu.load(block.values.at[at], layout=plgpu.Layout.WGMMA)
-        v = v.astype(jnp.float32)
-        v = jnp.where(jnp.abs(v) < jnp.inf, v, 0.0)
-        block.values[at] = v.astype(jnp.bfloat16)
+    chunks = block.plan.half // 64
+
+    def clean(i, _):
+      # A loop, not unrolled: this was half of the whole kernel's code.
+      first = pl.multiple_of(lax.rem(i, chunks) * 64, 64)
+      at = (slot, lax.div(i, chunks), slice(None), pl.ds(first, 64))
+      v = plgpu.load(block.values.at[at], layout=plgpu.Layout.WGMMA)
+      v = v.astype(jnp.float32)
+      v = jnp.where(jnp.abs(v) < jnp.inf, v, 0.0)
+      block.values[at] = v.astype(jnp.bfloat16)
+
+    lax.fori_loop(0, 2 * chunks, clean, None)
 
 
 def _softmax(block: Block, s, i, slot: int, zero, m, total):
@@ -301,12 +307,12 @@ def _score_warpgroup(block: Block, lse) -> None:
 
     return pl.run_scoped(compute, accumulator, accumulator)
 
-  def last(_, carry):
-    i, zero = count - 1, lax.shift_right_logical(count, 30)
+  def single(i, carry):
+    slot, zero = lax.rem(i, SLOTS), lax.shift_right_logical(i, 30)
 
     def compute(acc):
-      start(acc, i, 0, zero)
-      return _softmax(block, acc[...], i, 0, zero, *carry)
+      start(acc, i, slot, zero)
+      return _softmax(block, acc[...], i, slot, zero, *carry)
 
     return pl.run_scoped(compute, accumulator)
 
@@ -315,8 +321,11 @@ def _score_warpgroup(block: Block, lse) -> None:
     plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), _ROW)
     for x in (-jnp.inf, 0.0)
   )
-  carry = lax.fori_loop(0, lax.div(count, 2), pair, carry)
-  m, total = lax.fori_loop(0, lax.rem(count, 2), last, carry)
+  paired = 0
+  if block.plan.pairs:
+    paired = lax.div(count, 2) * 2
+    carry = lax.fori_loop(0, lax.div(count, 2), pair, carry)
+  m, total = lax.fori_loop(paired, count, single, carry)
   block.vectors[SLOTS] = jnp.where(total > 0, 1 / total, 0.0)
   if lse is not None:
     block.vectors[SLOTS + 1] = m + jnp.log2(total)

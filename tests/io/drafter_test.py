@@ -10,7 +10,12 @@ import safetensors.numpy
 
 from kdtree_jax import api, generation
 from kdtree_jax.drafters.base import TargetHead
-from kdtree_jax.drafters.dflash import DFlashDrafter, DFlashState
+from kdtree_jax.drafters.dflash import (
+  DFlashAttention,
+  DFlashDrafter,
+  DFlashState,
+  View,
+)
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface as hf
 from kdtree_jax.io.describe import describe
@@ -103,19 +108,16 @@ MASKS = {
 
 @pytest.mark.parametrize('case', MASKS)
 def test_a_slot_sees_what_it_should_and_nothing_else(case):
-  """Keys that a slot may not see are poisoned; those it may are moved."""
-  from kdtree_jax.drafters.dflash import DFlashAttention
-
   config = config_of(**MASKS[case])
   rows, width, length = 10, 8, 6
   model = DFlashAttention(config, jnp.float32, 0)
-  seen, visible = model.apply(
-    {}, rows, width, jnp.array([length], jnp.int32), method='_masks'
-  )
+  view = View.committed(jnp.array([length], jnp.int32), rows)
+  context, block = model.apply({}, view, width, method='_visible')
+  context = np.broadcast_to(context[0, 0], (width, rows))
   assert np.array_equal(
-    visible[0], visible_by_hand(config, 0, length, rows, width)
+    np.concatenate([context, block], axis=1),
+    visible_by_hand(config, 0, length, rows, width),
   )
-  assert np.array_equal(seen[0, :rows], np.arange(rows) < length)
 
 
 @pytest.mark.parametrize('case', MASKS)

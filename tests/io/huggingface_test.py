@@ -80,7 +80,7 @@ def test_values_arrive_where_they_belong():
   kv_b = raw[prefix + 'self_attn.kv_b_proj.weight']
   for head in range(4):
     rows = kv_b[head * 22 : (head + 1) * 22]
-    same(layer['self_attn']['k_b_proj'][head], rows[:12])
+    same(layer['self_attn']['k_b_proj'][head], rows[:12].T)
     same(layer['self_attn']['v_b_proj'][head], rows[12:])
   for expert in (0, 15):
     one = f'{prefix}mlp.experts.{expert}.'

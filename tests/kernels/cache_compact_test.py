@@ -92,6 +92,25 @@ def test_bfloat16_rows_are_moved_bit_for_bit():
   np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
 
 
+@pytest.mark.parametrize('batch', (32, 33, 71))
+def test_many_sequences_are_one_scatter_in_place(batch):
+  """From 33 on; each starts elsewhere, the last ones at the last row."""
+  rng = np.random.default_rng(batch)
+  cache = rng.normal(size=(L, batch, S, C)).astype(np.float32)
+  rows = rng.normal(size=(L, batch, N, C)).astype(np.float32)
+  path = rng.integers(0, N, (batch, W)).astype(np.int32)
+  start = rng.integers(0, S - W + 1, batch).astype(np.int32)
+  start[-2:] = S - W
+  program = jax.jit(api.cache_compact, donate_argnums=0)
+  program = program.lower(cache, rows, path, start).compile()
+  text = program.as_text()
+  for shape in (f'{L},{batch},{S},{C}', f'{L * batch * S},{C}'):
+    assert not re.findall(rf'= f32\[{shape}\]\S* copy\(.*', text)
+  assert (' scatter(' in text) == (batch > 32)
+  got = program(jnp.asarray(cache), rows, path, start)
+  np.testing.assert_array_equal(got, copied(cache, rows, path, start))
+
+
 def grow(cache, start, path, *, rounds):
   """A loop like the engine's: rows computed from the cache, then committed."""
 

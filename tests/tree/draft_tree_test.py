@@ -1,6 +1,7 @@
 """The pytree's own checks and its drawing."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import pytest
@@ -57,3 +58,20 @@ def test_drawing():
   assert format_tree([9, 4, 5, 6], [NO_PARENT, 0, 0, 1], [0, 1]) == '\n'.join(
     ['9 *', '|- 4 *', '|  `- 6', '`- 5']
   )
+
+
+def test_drawing_with_probabilities():
+  scores = [math.log(p) for p in (1.0, 0.5, 0.25, 0.4)]
+  drawn = format_tree(
+    [9, 4, 5, 6],
+    [NO_PARENT, 0, 0, 1],
+    [0, 1, 3],
+    label=lambda token: repr(chr(96 + token)),
+    scores=scores,
+  )
+  assert drawn.splitlines() == [
+    "'i' *",
+    "|- 'd' 50%, path 50% *",
+    "|  `- 'f' 80%, path 40% *",
+    "`- 'e' 25%, path 25%",
+  ]

@@ -1,0 +1,1 @@
+"""From runs to numbers, tables and pictures; NumPy only, no JAX."""

@@ -1,0 +1,236 @@
+"""How much was accepted, where in the trees, and how sure that is.
+
+An *acceptance length* is what one target forward commits, the root included.
+A mean is over rounds, tokens over forwards, and its interval is a bootstrap
+over prompts, because rounds of one prompt resemble one another.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+# Upper ends of the bins of predicted probabilities: nearly all nodes of a
+# large tree are improbable.
+PROBABILITIES = (
+  *(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+  1.0,
+)
+# Sibling ranks told apart; the last one stands for all that follow.
+RANKS = 8
+RESAMPLES = 2000
+# A stretch counts as a loop if it says the same so often, over so much text.
+LOOP_REPEATS, LOOP_TOKENS = 3, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+  """A mean and its 95% bootstrap interval."""
+
+  mean: float
+  low: float
+  high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeCounts:
+  """What became of the nodes of some trees, as counts.
+
+  Attributes:
+    nodes: by bin of `PROBABILITIES`, draft nodes.
+    predicted: likewise, the sum of the drafter's probabilities of their paths.
+    accepted: likewise, how many were accepted.
+    rank_offered: by sibling rank, draft nodes whose parent was accepted.
+    rank_accepted: likewise, how many were accepted.
+  """
+
+  nodes: list[int]
+  predicted: list[float]
+  accepted: list[int]
+  rank_offered: list[int]
+  rank_accepted: list[int]
+
+
+def sibling_ranks(parents: Sequence[int]) -> np.ndarray:
+  """`[N]` how many siblings come before each node, in the tree's order.
+
+  Siblings are in the order of their probability, so that this is the rank of
+  a node's token in the drafter's distribution.
+  """
+  parents = np.asarray(parents)
+  order = np.argsort(parents, kind='stable')
+  grouped = parents[order]
+  starts = np.searchsorted(grouped, grouped)
+  ranks = np.empty_like(order)
+  ranks[order] = np.arange(len(parents)) - starts
+  return ranks
+
+
+def count_nodes(
+  trees: Sequence[tuple[Sequence[int], Sequence[float], Sequence[int]]],
+) -> NodeCounts:
+  """Counts over the trees of one run.
+
+  Args:
+    trees: parents, scores (sums of log q) and accepted indices of each, the
+      root, node 0, included in all three.
+  """
+  nodes = np.zeros(len(PROBABILITIES), np.int64)
+  hits, predicted = nodes.copy(), nodes.astype(np.float64)
+  offered = np.zeros(RANKS, np.int64)
+  taken = offered.copy()
+  for parents, scores, path in trees:
+    parents = np.asarray(parents)
+    accepted = np.zeros(len(parents), np.bool_)
+    accepted[list(path)] = True
+    ranks = np.minimum(sibling_ranks(parents), RANKS - 1)[1:]
+    probability = np.exp(np.asarray(scores, np.float64)[1:])
+    at = np.searchsorted(PROBABILITIES[:-1], probability)
+    hit, had = accepted[1:], accepted[parents[1:]]
+    nodes += np.bincount(at, minlength=len(nodes))
+    predicted += np.bincount(at, probability, len(nodes))
+    hits += np.bincount(at[hit], minlength=len(nodes))
+    offered += np.bincount(ranks[had], minlength=RANKS)
+    taken += np.bincount(ranks[hit], minlength=RANKS)
+  return NodeCounts(
+    nodes.tolist(),
+    predicted.round(6).tolist(),
+    hits.tolist(),
+    offered.tolist(),
+    taken.tolist(),
+  )
+
+
+def add_counts(counts: Sequence[NodeCounts]) -> NodeCounts:
+  """The counts of several runs together."""
+  names = [field.name for field in dataclasses.fields(NodeCounts)]
+  return NodeCounts(
+    *(
+      np.sum([getattr(one, name) for one in counts], axis=0).tolist()
+      for name in names
+    )
+  )
+
+
+def loop_start(tokens: Sequence[int]) -> int | None:
+  """Where a text begins to repeat itself, or None.
+
+  That is the first index i such that the text from i on goes on as it did p
+  tokens earlier, for some period p, until at least `LOOP_REPEATS` times the
+  same was said (the first time is before i) over at least `LOOP_TOKENS`
+  tokens. So what is before i holds the loop's words once.
+  """
+  tokens = np.asarray(tokens)
+  best = None
+  for period in range(1, len(tokens) // LOOP_REPEATS + 1):
+    same = tokens[period:] == tokens[:-period]
+    # Lengths of the runs of repeated tokens, by where they begin.
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], same, [0]])))
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+      stretch = end - begin + period
+      if stretch >= max(LOOP_REPEATS * period, LOOP_TOKENS):
+        start = int(begin) + period
+        best = start if best is None else min(best, start)
+        break
+  return best
+
+
+def rounds_before(
+  acceptance_lengths: Sequence[int], cut: int | None
+) -> list[int]:
+  """The rounds whose root lies before output token `cut`; None: all.
+
+  A round is counted by where it begins, because long rounds end behind any
+  border more often than short ones.
+  """
+  lengths = list(acceptance_lengths)
+  if cut is None:
+    return lengths
+  begins = np.cumsum([0, *lengths])[:-1]
+  return [length for length, b in zip(lengths, begins, strict=True) if b < cut]
+
+
+def mean_interval(
+  runs: Sequence[Sequence[int]], seed: int = 0
+) -> Interval | None:
+  """Mean acceptance length, with an interval over prompts.
+
+  Args:
+    runs: acceptance lengths of each prompt.
+    seed: of the resampling.
+
+  Returns:
+    None if there is no round at all.
+  """
+  tokens, rounds, chosen = _resampled(runs, seed)
+  if not rounds.sum():
+    return None
+  return _interval(
+    tokens.sum() / rounds.sum(), _ratio(tokens[chosen], rounds[chosen])
+  )
+
+
+def ratio_interval(
+  runs: Sequence[Sequence[int]], base: Sequence[Sequence[int]], seed: int = 0
+) -> Interval | None:
+  """Mean of `runs` over mean of `base`, the same prompts in the same order."""
+  tokens, rounds, chosen = _resampled(runs, seed)
+  base_tokens, base_rounds, _ = _resampled(base, seed)
+  if not rounds.sum() or not base_rounds.sum():
+    return None
+  mean = tokens.sum() / rounds.sum() * base_rounds.sum() / base_tokens.sum()
+  spread = _ratio(tokens[chosen], rounds[chosen]) / _ratio(
+    base_tokens[chosen], base_rounds[chosen]
+  )
+  return _interval(mean, spread)
+
+
+def _resampled(
+  runs: Sequence[Sequence[int]], seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Tokens and rounds `[P]`, and `[RESAMPLES, P]` indices of prompts."""
+  tokens = np.array([sum(run) for run in runs], np.float64)
+  rounds = np.array([len(run) for run in runs], np.float64)
+  rng = np.random.default_rng(seed)
+  chosen = rng.integers(0, len(runs), (RESAMPLES, len(runs)))
+  return tokens, rounds, chosen
+
+
+def _ratio(tokens: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+  """Means of the resamples; NaN where one has no round at all."""
+  total = rounds.sum(axis=1)
+  return np.divide(
+    tokens.sum(axis=1),
+    total,
+    out=np.full(len(total), np.nan),
+    where=total > 0,
+  )
+
+
+def _interval(mean: float, spread: np.ndarray) -> Interval:
+  low, high = np.nanpercentile(spread, [2.5, 97.5])
+  return Interval(float(mean), float(low), float(high))
+
+
+def histogram(lengths: Sequence[int], block_size: int) -> list[int]:
+  """Rounds by acceptance length, 1 to `block_size`."""
+  return np.bincount(lengths, minlength=block_size + 1)[1:].tolist()
+
+
+def by_depth(
+  lengths: Sequence[int], block_size: int
+) -> list[tuple[float, float | None]]:
+  """Of every depth 1..block_size - 1: the share of rounds that accept it.
+
+  Returns:
+    That share, and the same among rounds that accepted the depth before.
+  """
+  lengths = np.asarray(lengths)
+  reached = [(lengths > depth).sum() for depth in range(block_size)]
+  return [
+    (
+      float(reached[d] / len(lengths)),
+      float(reached[d] / reached[d - 1]) if reached[d - 1] else None,
+    )
+    for d in range(1, block_size)
+  ]

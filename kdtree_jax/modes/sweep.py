@@ -1,0 +1,175 @@
+"""What a sweep over many runs needs: prompts, resuming, batches, a bar."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import rich.console
+import rich.progress
+
+from kdtree_jax import api, generation
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.files import parse_json
+from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
+from kdtree_jax.modes import texts
+from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.training.corpus import read_corpus
+
+NUM_PROMPTS, PROMPT_LENGTH = 100, 128
+# Of every array, what tells one trained model from another.
+_LEADING = 64
+
+
+class Passage(NamedTuple):
+  """A prompt, perhaps with the text that it comes from.
+
+  Attributes:
+    id: where it is from.
+    ids: the prompt's tokens.
+    text: the prompt and what really follows, or None.
+  """
+
+  id: str | int
+  ids: list[int]
+  text: list[int] | None
+
+
+def passages(
+  config: RunConfig,
+) -> tuple[list[Passage], Tokenizer | None]:
+  """The prompts of `--prompts`, or passages of the test split of `--corpus`.
+
+  Those are cut from different documents, at places that depend on nothing but
+  the corpus and the sizes.
+
+  Raises:
+    UserError: none or both are given, or the corpus has no such text.
+  """
+  if (config.prompts is None) == (config.corpus is None):
+    raise UserError(f'--mode={config.mode} needs one of --corpus or --prompts')
+  if config.prompts is not None:
+    for flag in ('num_prompts', 'prompt_length'):
+      if getattr(config, flag) is not None:
+        raise UserError(f'--{flag} is not used with --prompts')
+    tokenizer = texts.tokenizer_of(config)
+    found = [
+      Passage(talk.prompt.id, texts.next_ids(talk, 0, tokenizer, False), None)
+      for talk in texts.talks(config, tokenizer)
+    ]
+    if len({passage.id for passage in found}) < len(found):
+      raise UserError(f'--prompts={config.prompts}: two prompts have one id')
+    return found, tokenizer
+  corpus = read_corpus(config.corpus)
+  length = config.prompt_length or PROMPT_LENGTH
+  need = length + max_new_tokens(config)
+  rng = np.random.default_rng(0)
+  long = [
+    (index, document)
+    for index, document in enumerate(corpus.documents('test'))
+    if len(document) >= need
+  ]
+  if not long:
+    raise UserError(
+      f'--corpus={config.corpus}: no test document has {need} tokens; lower '
+      '--prompt_length or --max_new_tokens'
+    )
+  # A larger number begins with the same passages.
+  found = []
+  for at in rng.permutation(len(long))[: config.num_prompts or NUM_PROMPTS]:
+    index, document = long[at]
+    start = int(rng.integers(0, len(document) - need + 1))
+    text = document[start:].tolist()
+    found.append(Passage(f'test:{index}:{start}', text[:length], text))
+  return found, load_tokenizer(config.corpus)
+
+
+def max_new_tokens(config: RunConfig) -> int:
+  """`--max_new_tokens` or its default."""
+  return config.max_new_tokens or generation.GenerateOptions.max_new_tokens
+
+
+def fingerprint(target: api.Target, drafter: api.LoadedDrafter) -> str:
+  """Tells one pair of models from another, whatever it is called."""
+  digest = hashlib.sha256()
+  for leaf in jax.tree.leaves((target.params, drafter.params)):
+    digest.update(np.asarray(leaf.reshape(-1)[:_LEADING]).tobytes())
+  return digest.hexdigest()[:16]
+
+
+def read_runs(
+  path: str | None, common: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+  """The lines of an earlier sweep that is to be continued; none: no file.
+
+  Raises:
+    UserError: a line is no run, or is one of another set-up.
+  """
+  if path is None or not pathlib.Path(path).exists():
+    return []
+  records = []
+  text = pathlib.Path(path).read_text(encoding='utf-8')
+  for number, line in enumerate(text.splitlines(), 1):
+    try:
+      record = parse_json(line)
+    except ValueError as e:
+      raise UserError(f'--output={path}: line {number}: {e}') from e
+    for name, value in common.items():
+      there = record.get(name) if isinstance(record, dict) else None
+      if there != value:
+        raise UserError(
+          f'--output={path}: line {number} has {name}={json.dumps(there)}, '
+          f'not {json.dumps(value)}; give a new file'
+        )
+    records.append(record)
+  return records
+
+
+def batches[T](jobs: Sequence[T], size: int) -> Iterator[tuple[list[T], int]]:
+  """Batches of one width, so that one program serves them all.
+
+  Yields:
+    Jobs, and how many of them count: the last batch is filled up.
+  """
+  if not jobs:
+    return
+  count = -(-len(jobs) // size)
+  width = -(-len(jobs) // count)
+  for batch in itertools.batched(jobs, width):
+    filled = [*batch, *([batch[0]] * (width - len(batch)))]
+    yield filled, len(batch)
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[int, str | None], None]]:
+  """A bar on a terminal; elsewhere a line for what is worth one.
+
+  Yields:
+    What to call with the runs that were made and perhaps a line about them.
+  """
+  bar = rich.progress.Progress(
+    *rich.progress.Progress.get_default_columns(),
+    rich.progress.MofNCompleteColumn(),
+    console=rich.console.Console(stderr=True),
+    disable=not sys.stderr.isatty(),
+    transient=True,
+  )
+  with bar:
+    task = bar.add_task('runs', total=total)
+
+    def advance(count: int, line: str | None = None) -> None:
+      bar.advance(task, count)
+      if line is None:
+        return
+      if bar.disable:
+        print(line, file=sys.stderr, flush=True)
+      else:
+        bar.console.print(line)
+
+    yield advance

@@ -1,0 +1,195 @@
+"""`--mode=train_target`: trains the model of a recipe on a corpus."""
+
+import dataclasses
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from kdtree_jax.config import ModelConfig
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.huggingface import num_parameters
+from kdtree_jax.io.kdtr import Bundle, write_bundle
+from kdtree_jax.io.unload import target_tensors
+from kdtree_jax.modes.run_config import (
+  RunConfig,
+  check_output,
+  required,
+  status,
+)
+from kdtree_jax.training.checkpoints import METRICS, Run
+from kdtree_jax.training.corpus import TOKENIZER, Corpus, read_corpus
+from kdtree_jax.training.loop import Data, Evaluation, fit
+from kdtree_jax.training.ngram import NGram
+from kdtree_jax.training.packing import num_windows
+from kdtree_jax.training.recipe import TrainRecipe, load_recipe
+from kdtree_jax.training.target import TargetTask
+
+FLAGS = ('corpus', 'recipe', 'train_steps', 'output')
+BUNDLE = 'target.kdtr'
+NGRAM_ORDER = 5
+
+
+def run(config: RunConfig) -> int:
+  """Fills the folder `--output`, or goes on where it stands."""
+  name = required(config.recipe, 'recipe', 'train_target')
+  folder = required(config.corpus, 'corpus', 'train_target')
+  output = required(config.output, 'output', 'train_target')
+  check_output(output)
+  model, recipe = load_recipe(name)
+  recipe = recipe.with_steps(config.train_steps)
+  corpus = read_corpus(folder)
+  path = train(name, model, recipe, corpus, pathlib.Path(output))
+  print(f'wrote {path}')
+  return 0
+
+
+def train(
+  name: str,
+  model: ModelConfig,
+  recipe: TrainRecipe,
+  corpus: Corpus,
+  output: pathlib.Path,
+) -> pathlib.Path:
+  """Trains, tests, compares with an n-gram model and writes the bundle.
+
+  Args:
+    name: of the bundle.
+    model: what is trained.
+    recipe: how.
+    corpus: on what.
+    output: folder of the run.
+
+  Returns:
+    The path of the bundle.
+
+  Raises:
+    UserError: model and corpus do not fit, or the folder has another run.
+  """
+  check_fit(model, recipe, corpus)
+  run_folder = Run(output, run_identity(model, recipe, corpus))
+  try:
+    return _train(name, model, recipe, corpus, run_folder)
+  finally:
+    run_folder.close()
+
+
+def check_fit(model: ModelConfig, recipe: TrainRecipe, corpus: Corpus) -> None:
+  """Refuses what would fail, or be wrong, after hours.
+
+  Raises:
+    UserError: vocabularies, the stop id or the lengths do not fit.
+  """
+  if corpus.vocab_size != model.vocab_size:
+    raise UserError(
+      f'--corpus={corpus.folder}: its tokenizer has {corpus.vocab_size} '
+      f'tokens, the model of --recipe has vocab_size={model.vocab_size}'
+    )
+  if model.eos_token_id != (corpus.end_of_text,):
+    raise UserError(
+      f'--corpus={corpus.folder}: texts end with {corpus.end_of_text}, the '
+      f'model of --recipe has eos_token_id={model.eos_token_id}'
+    )
+  if recipe.sequence_length > model.max_position_embeddings:
+    raise UserError(
+      f'recipe: sequence_length={recipe.sequence_length} exceeds '
+      f'max_position_embeddings={model.max_position_embeddings}'
+    )
+
+
+def run_identity(
+  model: ModelConfig, recipe: TrainRecipe, corpus: Corpus
+) -> dict[str, Any]:
+  """What makes two runs the same run, as JSON."""
+  return {
+    'model': model.to_dict(),
+    'recipe': dataclasses.asdict(recipe),
+    'corpus': corpus.manifest['splits'],
+  }
+
+
+def _train(
+  name: str,
+  model: ModelConfig,
+  recipe: TrainRecipe,
+  corpus: Corpus,
+  run_folder: Run,
+) -> pathlib.Path:
+  began = time.perf_counter()
+  task = TargetTask(model, recipe.compute_dtype, recipe.router_bias_step)
+  data = Data(
+    corpus.tokens('train'), corpus.tokens('validation'), corpus.end_of_text
+  )
+  token_bytes = jnp.asarray(corpus.token_bytes)
+  print(
+    f'{name}: {num_parameters(model):,} parameters, {recipe.steps:,} steps of '
+    f'{recipe.tokens_per_step:,} tokens, {len(data.train):,} in the corpus',
+    file=sys.stderr,
+    flush=True,
+  )
+  state = fit(task, recipe, data, run_folder, constants=token_bytes, title=name)
+  seconds = time.perf_counter() - began
+  tensors = target_tensors(model, state.params, ml_dtypes.bfloat16)
+  path = run_folder.folder / BUNDLE
+  write_bundle(path, _bundle(name, model, recipe, corpus, tensors))
+  # As long as the sum of windows is: both models say the same tokens.
+  test = corpus.tokens('test')
+  count = num_windows(len(test), recipe.sequence_length)
+  test = test[: count * recipe.sequence_length + 1]
+  evaluation = Evaluation(task, recipe, corpus.end_of_text)
+  found = evaluation(state.params, test, token_bytes)
+  with status('counting n-grams'):
+    ngram = NGram(
+      data.train, corpus.vocab_size, corpus.end_of_text, NGRAM_ORDER
+    )
+    ngram_bits = ngram.bits_per_byte(test, corpus.token_bytes)
+  # A finished run that is run again says the same once.
+  run_folder.records = [r for r in run_folder.records if 'seconds' not in r]
+  run_folder.log(
+    {
+      'step': recipe.steps,
+      **{f'test_{key}': value for key, value in found.items()},
+      f'test_{NGRAM_ORDER}gram_bits_per_byte': ngram_bits,
+      'seconds': round(seconds, 1),
+    }
+  )
+  print(
+    f'test: {found.get("bits_per_byte", np.nan):.4f} bits per byte; '
+    f'{NGRAM_ORDER}-gram with backoff: {ngram_bits:.4f}; '
+    f'{seconds:.0f} s, {_rate(run_folder):,} tokens/s; '
+    f'see {run_folder.folder / METRICS}'
+  )
+  return path
+
+
+def _rate(run_folder: Run) -> int:
+  """The median of the tokens a second, in which compilation is no part."""
+  key = 'tokens_per_second'
+  return int(np.median([r[key] for r in run_folder.records if key in r]))
+
+
+def _bundle(
+  name: str,
+  model: ModelConfig,
+  recipe: TrainRecipe,
+  corpus: Corpus,
+  tensors: dict[str, np.ndarray],
+) -> Bundle:
+  return Bundle(
+    name=name,
+    config=model,
+    target=tensors,
+    golden={},
+    drafter_config=None,
+    drafter=None,
+    recipe={
+      'trained_by': 'train_target',
+      'recipe': dataclasses.asdict(recipe),
+      'corpus': corpus.manifest['splits'],
+    },
+    tokenizer={TOKENIZER: corpus.tokenizer_path.read_bytes()},
+  )

@@ -1,0 +1,1 @@
+"""Training: a corpus, a loop, and what a target learns from them."""

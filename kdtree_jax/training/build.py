@@ -1,0 +1,181 @@
+"""Builds a corpus: documents to a tokenizer, token streams and a manifest."""
+
+import collections
+import dataclasses
+import io
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.files import write_atomically
+from kdtree_jax.training.corpus import (
+  END_OF_TEXT,
+  MANIFEST,
+  MASK,
+  SPLITS,
+  TOKENIZER,
+)
+from kdtree_jax.training.sources import Document, Skipped, read_documents
+
+# How text is cut before it is merged: a line break with the indentation that
+# follows is one piece, a word may bring the blank, dot or underscore before it,
+# numbers are cut to three digits, and other signs run together.
+PATTERN = (
+  r'\s*\n[ \t]*'
+  r'|[ ._]?\p{L}+'
+  r'|\p{N}{1,3}'
+  r'| ?[^\s\p{L}\p{N}]+'
+  r'|\s+(?!\S)|\s'
+)
+# Of the train split that the tokenizer learns from: pair counts of more hardly
+# change 4096 merges, and take minutes.
+TOKENIZER_BYTES = 60_000_000
+MIN_VOCAB, MAX_VOCAB = 256 + 2, 1 << 16
+_AT_ONCE = 512
+
+
+def build_corpus(
+  folders: Sequence[str],
+  output: pathlib.Path,
+  vocab_size: int,
+  max_tokens: int | None = None,
+) -> dict[str, Any]:
+  """Writes a corpus that `corpus.read_corpus` reads.
+
+  Args:
+    folders: see `sources.read_documents`.
+    output: folder of the corpus; made if it is missing.
+    vocab_size: of the tokenizer, the two special tokens included.
+    max_tokens: most tokens of the train split; documents are then taken in
+      the order of their digests, which is as good as random.
+
+  Returns:
+    The manifest.
+
+  Raises:
+    UserError: bad sizes, a missing folder, or a split without documents.
+  """
+  if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
+    raise UserError(
+      f'--vocab_size={vocab_size} is not in {MIN_VOCAB}..{MAX_VOCAB}: every '
+      'byte has a token, and ids are 16 bits'
+    )
+  if max_tokens is not None and max_tokens < 1:
+    raise UserError(f'--max_tokens={max_tokens} is below 1')
+  skipped = Skipped({}, collections.Counter())
+  documents = list(read_documents(folders, skipped))
+  documents.sort(key=lambda document: document.digest)
+  for split in SPLITS:
+    if not any(document.split == split for document in documents):
+      raise UserError(
+        f'--corpus_sources: {len(documents)} documents leave the split '
+        f'{split} empty; name more folders'
+      )
+  train = [d.text for d in documents if d.split == 'train']
+  sample = _up_to(train, TOKENIZER_BYTES)
+  tokenizer = train_tokenizer(sample, vocab_size)
+  output.mkdir(parents=True, exist_ok=True)
+  manifest: dict[str, Any] = {
+    'vocab_size': tokenizer.get_vocab_size(),
+    'tokenizer_bytes': sum(len(text.encode()) for text in sample),
+    'splits': {},
+    'skipped_packages': dict(sorted(skipped.packages.items())),
+    'skipped_files': dict(sorted(skipped.files.items())),
+    'files': [],
+  }
+  for split in SPLITS:
+    chosen = [d for d in documents if d.split == split]
+    tokens, files = encode(tokenizer, chosen)
+    if split == 'train' and max_tokens is not None:
+      tokens, files = _cut(tokens, files, max_tokens)
+    _write_tokens(output / f'{split}.npz', tokens)
+    manifest['splits'][split] = {
+      'documents': len(files),
+      'bytes': sum(file['bytes'] for file in files),
+      'tokens': len(tokens),
+    }
+    manifest['files'] += files
+  write_atomically(output / TOKENIZER, [tokenizer.to_str().encode()])
+  text = json.dumps(manifest, indent=0, ensure_ascii=True)
+  write_atomically(output / MANIFEST, [text.encode()])
+  return manifest
+
+
+def train_tokenizer(
+  texts: Sequence[str], vocab_size: int
+) -> tokenizers.Tokenizer:
+  """A byte-level BPE whose ids 0 and 1 are the special tokens.
+
+  Lossless: decoding gives back every text, and every text can be encoded.
+  """
+  tokenizer = tokenizers.Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(PATTERN), behavior='isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  tokenizer.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=[END_OF_TEXT, MASK],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator(texts, trainer)
+  return tokenizer
+
+
+def encode(
+  tokenizer: tokenizers.Tokenizer, documents: Sequence[Document]
+) -> tuple[np.ndarray, list[dict[str, Any]]]:
+  """Documents as one stream of uint16 ids, and their manifest entries."""
+  end = tokenizer.token_to_id(END_OF_TEXT)
+  parts: list[np.ndarray] = []
+  files = []
+  for batch in _batches(documents):
+    encoded = tokenizer.encode_batch_fast([d.text for d in batch])
+    for document, found in zip(batch, encoded, strict=True):
+      ids = np.array([*found.ids, end], np.uint16)
+      parts.append(ids)
+      entry = dataclasses.asdict(document)
+      size = len(entry.pop('text').encode())
+      files.append({**entry, 'bytes': size, 'tokens': len(ids)})
+  return np.concatenate(parts), files
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[Sequence[Document]]:
+  for first in range(0, len(documents), _AT_ONCE):
+    yield documents[first : first + _AT_ONCE]
+
+
+def _up_to(texts: Sequence[str], limit: int) -> list[str]:
+  """The first texts that together have about `limit` characters."""
+  chosen, size = [], 0
+  for text in texts:
+    if size >= limit:
+      break
+    chosen.append(text)
+    size += len(text)
+  return chosen
+
+
+def _cut(
+  tokens: np.ndarray, files: list[dict[str, Any]], limit: int
+) -> tuple[np.ndarray, list[dict[str, Any]]]:
+  """Whole documents up to a number of tokens, at least one."""
+  ends = np.cumsum([file['tokens'] for file in files])
+  count = max(1, int(np.searchsorted(ends, limit, side='right')))
+  return tokens[: ends[count - 1]], files[:count]
+
+
+def _write_tokens(path: pathlib.Path, tokens: np.ndarray) -> None:
+  buffer = io.BytesIO()
+  np.savez_compressed(buffer, tokens=tokens)
+  write_atomically(path, [buffer.getbuffer()])

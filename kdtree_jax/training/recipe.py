@@ -1,0 +1,183 @@
+"""How a model is trained, as one frozen value in `configs/`."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+from kdtree_jax.config import ModelConfig, config_names, load_config
+from kdtree_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainRecipe:
+  """Schedule, optimiser and data order of one run.
+
+  AdamW on float32 parameters with gradients clipped by their global norm; the
+  learning rate rises linearly and falls along a cosine.
+
+  Attributes:
+    steps: of the optimiser, the whole schedule.
+    batch_size: sequences a step.
+    sequence_length: tokens a sequence; one more is read, as the last label.
+    learning_rate: at the end of the warm-up.
+    final_learning_rate: at the last step.
+    warmup_steps: of them the learning rate rises.
+    weight_decay: of matrices; vectors have none.
+    beta1: of Adam; likewise `beta2`.
+    beta2: see `beta1`.
+    clip_norm: the largest global norm of a gradient.
+    router_bias_step: u of the balancing without auxiliary loss (DeepSeek-V3,
+      arXiv 2412.19437, sec. 2.1.2).
+    compute_dtype: of a forward; parameters and optimiser are float32.
+    seed: of parameters and data order.
+    log_every: steps between two records of metrics.
+    validate_every: steps between two validations.
+    validation_sequences: how many, always the first ones of the split.
+    checkpoint_every: steps between two checkpoints.
+  """
+
+  steps: int
+  batch_size: int
+  sequence_length: int
+  learning_rate: float
+  final_learning_rate: float
+  warmup_steps: int
+  weight_decay: float = 0.1
+  beta1: float = 0.9
+  beta2: float = 0.95
+  clip_norm: float = 1.0
+  router_bias_step: float = 1e-3
+  compute_dtype: str = 'bfloat16'
+  seed: int = 0
+  log_every: int = 20
+  validate_every: int = 500
+  validation_sequences: int = 256
+  checkpoint_every: int = 1000
+
+  def __post_init__(self):
+    for name in (
+      'steps batch_size sequence_length log_every validate_every '
+      'validation_sequences checkpoint_every'
+    ).split():
+      if getattr(self, name) < 1:
+        raise UserError(f'recipe: {name}={getattr(self, name)} is below 1')
+    if not 0 <= self.warmup_steps <= self.steps:
+      raise UserError(
+        f'recipe: warmup_steps={self.warmup_steps} is not in '
+        f'0..steps={self.steps}'
+      )
+    if self.compute_dtype not in ('float32', 'bfloat16'):
+      raise UserError(
+        f'recipe: compute_dtype={self.compute_dtype} is neither float32 nor '
+        'bfloat16'
+      )
+
+  @property
+  def tokens_per_step(self) -> int:
+    return self.batch_size * self.sequence_length
+
+  def with_steps(self, steps: int | None) -> 'TrainRecipe':
+    """The same recipe with another length; the warm-up is at most a tenth."""
+    if steps is None:
+      return self
+    if steps < 1:
+      raise UserError(f'--train_steps={steps} is below 1')
+    warmup = min(self.warmup_steps, -(-steps // 10))
+    return dataclasses.replace(self, steps=steps, warmup_steps=warmup)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterRecipe(TrainRecipe):
+  """A drafter's shape and how it is trained; widths are the target's.
+
+  Attributes:
+    num_hidden_layers: of the drafter, as the next four.
+    num_attention_heads: see `num_hidden_layers`.
+    num_key_value_heads: see `num_hidden_layers`.
+    head_dim: see `num_hidden_layers`.
+    intermediate_size: see `num_hidden_layers`.
+    block_size: 1 + positions drafted.
+    target_layer_ids: taps; None: one a drafter's layer, by z-lab's rule.
+    anchors: blocks of a sequence, at most its length.
+    gamma: of the weights exp(-(k - 1) / gamma) of the depths k.
+    hard_weight: share of the target's best token in what a slot is held to;
+      see `drafting.draft_loss`.
+    rollouts: prompts from the corpus that the target continues before the
+      training starts: drafts are judged on what the target says. 0 for none.
+    rollout_share: of the training tokens, those of rollouts, repeated or cut.
+    rollout_tokens: new tokens of each.
+    prompt_tokens: of each prompt, and of those of the validation.
+    temperatures: of the rollouts in turn.
+    validation_rollouts: greedy ones, which the last validation measures.
+  """
+
+  num_hidden_layers: int
+  num_attention_heads: int
+  num_key_value_heads: int
+  head_dim: int
+  intermediate_size: int
+  block_size: int
+  target_layer_ids: tuple[int, ...] | None = None
+  anchors: int = 64
+  gamma: float = 4.0
+  hard_weight: float = 0.5
+  rollouts: int = 0
+  rollout_share: float = 0.5
+  rollout_tokens: int = 192
+  prompt_tokens: int = 64
+  temperatures: tuple[float, ...] = (0.0, 1.0)
+  validation_rollouts: int = 128
+
+  def __post_init__(self):
+    super().__post_init__()
+    limits = (
+      ('anchors', 1, self.sequence_length),
+      ('block_size', 2, self.sequence_length),
+      ('hard_weight', 0, 1),
+      ('rollout_share', 0, 0.99),
+      ('rollout_tokens', 1, 1 << 20),
+      ('prompt_tokens', 1, self.sequence_length - 1),
+      ('validation_rollouts', 1, 1 << 20),
+    )
+    for name, least, most in limits:
+      if not least <= getattr(self, name) <= most:
+        raise UserError(
+          f'recipe: {name}={getattr(self, name)} is not in {least}..{most}'
+        )
+    if self.gamma <= 0:
+      raise UserError(f'recipe: gamma={self.gamma} is not positive')
+    if self.rollouts and not self.temperatures:
+      raise UserError('recipe: temperatures is empty')
+
+
+def recipe_names(attribute: str = 'RECIPE') -> tuple[str, ...]:
+  """The files in `configs/` that hold a recipe under this name."""
+  return tuple(
+    name for name in config_names() if hasattr(_module(name), attribute)
+  )
+
+
+def load_recipe(
+  name: str, attribute: str = 'RECIPE'
+) -> tuple[ModelConfig, Any]:
+  """`CONFIG` and a recipe of `configs/<name>.py`.
+
+  Args:
+    name: of the file.
+    attribute: `RECIPE` is the target's; a drafter's has another name.
+
+  Raises:
+    UserError: no such file, or it holds no such recipe.
+  """
+  config = load_config(name)
+  recipe = getattr(_module(name), attribute, None)
+  if recipe is None:
+    known = ', '.join(recipe_names(attribute))
+    raise UserError(
+      f'configs/{name}.py has no {attribute}; files that have one: {known}'
+    )
+  return config, recipe
+
+
+def _module(name: str):
+  return importlib.import_module(f'configs.{name}')

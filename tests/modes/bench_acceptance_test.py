@@ -1,0 +1,194 @@
+"""The sweep over budgets and temperatures, end to end on a tiny pair."""
+
+import json
+
+import pytest
+
+from kdtree_jax import api, generation
+from kdtree_jax.decode import SamplingConfig
+from kdtree_jax.errors import UserError
+from kdtree_jax.modes import bench_acceptance, sweep
+from kdtree_jax.modes.run_config import RunConfig
+from tests.modes.pair import write_pair
+
+SIZES = {
+  'num_prompts': 3,
+  'prompt_length': 6,
+  'max_new_tokens': 12,
+  'tree_budget': ('5',),
+  'temperature': ('0', '1'),
+  'batch_size': 4,
+}
+
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('bench')
+  write_pair(folder)
+  return folder
+
+
+def config(files, **changes):
+  fields = SIZES | {
+    'mode': 'bench_acceptance',
+    'target': str(files / 'target.kdtr'),
+    'drafter': str(files / 'drafter.kdtr'),
+    'corpus': str(files / 'corpus'),
+  }
+  return RunConfig(**fields | changes)
+
+
+def test_a_sweep_and_its_continuation(files, tmp_path, capsys):
+  output, plots = tmp_path / 'x.jsonl', tmp_path / 'plots'
+  given = {'output': str(output), 'plots': str(plots)}
+  assert bench_acceptance.run(config(files, output=str(output))) == 0
+  text = output.read_text()
+  cut = ''.join(text.splitlines(keepends=True)[:-3])
+  output.write_text(cut)
+  capsys.readouterr()
+  assert bench_acceptance.run(config(files, **given)) == 0
+  assert output.read_text().startswith(cut)
+  again = [json.loads(line) for line in output.read_text().splitlines()]
+  records = [json.loads(line) for line in text.splitlines()]
+  for old, new in zip(records, again, strict=True):
+    assert old | {'seconds': 0} == new | {'seconds': 0}
+  # AR, the chain, and trees with and without it, at two temperatures; on real
+  # text the chain and a tree. Three documents of five are used.
+  assert len(records) == 3 * (2 * (1 + 1 + 2) + 2)
+  assert all(r['match'] for r in records if r['match'] is not None)
+  assert sum(r['match'] is not None for r in records) == 3 * 2 * 3
+  outputs = {
+    (r['id'], r['temperature']): r['output_ids']
+    for r in records
+    if r['method'] == 'ar'
+  }
+  assert len(outputs) == 6
+  for record in records:
+    assert len(record['prompt_ids']) == 6
+    if record['forced']:
+      walks = record['target_acceptance_lengths']
+      assert len(walks) == record['target_forwards']
+    elif record['method'] != 'ar':
+      lengths = record['acceptance_lengths']
+      nodes = record['nodes']
+      accepted = sum(lengths) - len(lengths)
+      assert sum(nodes['accepted']) == accepted
+      assert sum(nodes['rank_accepted']) == accepted
+      assert sum(nodes['nodes']) <= record['tree_budget'] * len(lengths)
+  shown = capsys.readouterr().out
+  assert '### Temperature 1, the model' in shown
+  assert '### Real text, accepted where the text' in shown
+  assert 'temperature 0: 9 of 9 outputs are token for token' in shown
+  assert output.with_suffix('.md').read_text() in shown
+  for name in ('acceptance.png', 'histogram.png'):
+    assert (plots / name).read_bytes().startswith(b'\x89PNG')
+
+
+def test_runs_of_another_set_up_are_not_continued(files, tmp_path):
+  path = tmp_path / 'x.jsonl'
+  target = api.load_target(files / 'target.kdtr')
+  drafter = api.load_drafter(files / 'drafter.kdtr', target)
+  mark = sweep.fingerprint(target, drafter)
+  path.write_text(json.dumps({'fingerprint': mark, 'max_new_tokens': 12}))
+  assert sweep.read_runs(str(path), {'max_new_tokens': 12})
+  with pytest.raises(UserError, match='has max_new_tokens=12, not 13; give a'):
+    sweep.read_runs(str(path), {'fingerprint': mark, 'max_new_tokens': 13})
+  path.write_text('[1]')
+  with pytest.raises(UserError, match='line 1 has x=null, not 1'):
+    sweep.read_runs(str(path), {'x': 1})
+  other = api.load_drafter('repeat', target)
+  assert sweep.fingerprint(target, other) != mark
+
+
+def test_real_text_equal_to_the_models_own_gives_its_rounds(files):
+  """Forcing what AR would say changes no walk."""
+  target = api.load_target(files / 'target.kdtr')
+  drafter = api.load_drafter(files / 'drafter.kdtr', target)
+  prompts = [[31, 0, 39, 53, 42, 9], [7, 8, 9, 10, 11, 12]]
+  options = {'max_new_tokens': 26, 'tree_budget': 24, 'stop_ids': ()}
+  longer = generation.generate_batch(
+    target, None, prompts, max_new_tokens=34, stop_ids=()
+  )
+  own = generation.generate_batch(
+    target, drafter, prompts, record_rounds=True, **options
+  )
+  texts = [[*r.prompt_ids, *r.output_ids] for r in longer]
+  forced = generation.force(target, drafter, texts, 6, **options)
+  for free, result in zip(own, forced, strict=True):
+    assert result.by_text.acceptance_lengths == free.acceptance_lengths
+    assert result.by_target.acceptance_lengths == free.acceptance_lengths
+    assert result.by_text.rounds == free.rounds
+    assert result.by_text.output_ids == free.output_ids
+    assert max(free.acceptance_lengths) > 1
+  # Text that the target would never say: its own walk goes on regardless.
+  other = [[(t + 1) % 60 for t in text] for text in texts]
+  for result in generation.force(target, drafter, other, 6, **options):
+    assert result.by_text.output_ids == result.by_text.output_ids
+    walks = result.by_target.acceptance_lengths
+    assert len(walks) == len(result.by_text.acceptance_lengths)
+  with pytest.raises(UserError, match='fewer than 32 tokens'):
+    generation.force(target, drafter, [texts[0][:31]], 6, **options)
+
+
+def test_mixed_temperatures(files):
+  """A row draws as if the others were not there; one program for all."""
+  target = api.load_target(files / 'target.kdtr')
+  prompts = [[31, 0, 39, 53]] * 2
+  cold, warm = (SamplingConfig(temperature=t, seed=5) for t in (0.0, 1.0))
+
+  def outputs(**drawing):
+    results = generation.generate_batch(
+      target, None, prompts, max_new_tokens=8, stop_ids=(), **drawing
+    )
+    return [result.output_ids for result in results]
+
+  mixed = outputs(sampling=[cold, warm])
+  assert outputs(sampling=[warm, cold]) == mixed[::-1]
+  assert outputs(temperature=1.0, seeds=[5, 5]) == [mixed[1]] * 2
+  assert mixed[0] != mixed[1]
+  with pytest.raises(UserError, match='1 sampling for 2 prompts'):
+    outputs(sampling=[cold])
+
+
+def test_prompts_from_a_file(files, tmp_path):
+  path = tmp_path / 'p.jsonl'
+  path.write_text('{"id": "a", "prompt": "JaBc"}\n{"prompt": "zz"}\n')
+  given = config(
+    files, corpus=None, prompts=str(path), num_prompts=None, prompt_length=None
+  )
+  found, tokenizer = sweep.passages(given)
+  assert [p.id for p in found] == ['a', 1]
+  assert found[1].ids == tokenizer.encode('zz') and found[0].text is None
+
+
+@pytest.mark.parametrize(
+  ('changes', 'match'),
+  [
+    ({'corpus': None}, 'needs one of --corpus or --prompts'),
+    ({'prompts': 'x.jsonl'}, 'needs one of --corpus or --prompts'),
+    ({'prompts': 'x', 'corpus': None}, '--num_prompts is not used with'),
+    ({'prompt_length': 90}, 'no test document has 102 tokens'),
+    ({'num_prompts': 0}, '--num_prompts=0 is below 1'),
+    ({'temperature': ('x',)}, '--temperature=x is not a comma'),
+    ({'temperature': ()}, '--temperature is empty'),
+    ({'temperature': ('-1',)}, 'temperature=-1.0 must be'),
+    ({'tree_budget': ('-1',)}, 'tree_budget=-1'),
+    ({'target': None}, 'needs --target'),
+    ({'drafter': None}, 'needs --drafter'),
+    ({'output': 'no/where.jsonl'}, '--output=no/where.jsonl'),
+  ],
+)
+def test_what_is_refused(files, changes, match):
+  with pytest.raises(UserError, match=match):
+    bench_acceptance.run(config(files, **changes))
+
+
+def test_batches_of_one_width():
+  found = list(sweep.batches(list(range(10)), 4))
+  assert [(len(batch), count) for batch, count in found] == [
+    (4, 4),
+    (4, 4),
+    (4, 2),
+  ]
+  assert found[-1][0] == [8, 9, 8, 8]
+  assert list(sweep.batches([], 4)) == []

@@ -1,0 +1,280 @@
+"""A tiny target and then its drafter learn; a run resumes bit for bit."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kdtree_jax import api, generation
+from kdtree_jax.config import ModelConfig
+from kdtree_jax.errors import UserError
+from kdtree_jax.modes import train_drafter
+from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.training import rollouts
+from kdtree_jax.training.checkpoints import METRICS, Run
+from kdtree_jax.training.corpus import Corpus
+from kdtree_jax.training.drafter import DraftTask, drafter_config
+from kdtree_jax.training.loop import Data, fit, init_state
+from kdtree_jax.training.packing import pack
+from kdtree_jax.training.recipe import DrafterRecipe, TrainRecipe
+from kdtree_jax.training.target import TargetTask
+from tests import support
+
+MODEL = ModelConfig(
+  vocab_size=40,
+  hidden_size=32,
+  num_hidden_layers=2,
+  num_attention_heads=2,
+  q_lora_rank=None,
+  kv_lora_rank=12,
+  qk_nope_head_dim=8,
+  qk_rope_head_dim=8,
+  v_head_dim=8,
+  intermediate_size=48,
+  moe_intermediate_size=16,
+  n_routed_experts=4,
+  num_experts_per_tok=2,
+  n_shared_experts=1,
+  first_k_dense_replace=1,
+  max_position_embeddings=64,
+)
+TARGET_RECIPE = TrainRecipe(
+  steps=100,
+  batch_size=16,
+  sequence_length=32,
+  learning_rate=1e-2,
+  final_learning_rate=1e-4,
+  warmup_steps=10,
+  compute_dtype='float32',
+  validate_every=1000,
+  checkpoint_every=1000,
+)
+RECIPE = DrafterRecipe(
+  steps=80,
+  batch_size=16,
+  sequence_length=32,
+  learning_rate=1e-2,
+  final_learning_rate=1e-4,
+  warmup_steps=10,
+  compute_dtype='float32',
+  num_hidden_layers=1,
+  num_attention_heads=2,
+  num_key_value_heads=1,
+  head_dim=16,
+  intermediate_size=48,
+  block_size=5,
+  target_layer_ids=(0, 1),
+  anchors=8,
+  gamma=4.0,
+  rollouts=16,
+  rollout_tokens=20,
+  prompt_tokens=10,
+  validation_rollouts=16,
+  validation_sequences=16,
+  validate_every=1000,
+  checkpoint_every=30,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Counting(Corpus):
+  """Documents that count on by a step of their own, modulo 37."""
+
+  def tokens(self, split):
+    rng = np.random.default_rng(len(split))
+    documents = []
+    for _ in range(300):
+      start, step, length = rng.integers((0, 1, 12), (37, 5, 25))
+      documents += [(start + step * np.arange(length)) % 37 + 2, [0]]
+    return np.concatenate(documents).astype(np.uint16)
+
+
+CORPUS = Counting(pathlib.Path('counting'), {}, 40, 0, 1, np.ones(40, np.int32))
+
+
+@functools.cache
+def trained_target(folder):
+  data = Data(CORPUS.tokens('train'), CORPUS.tokens('validation'), 0)
+  task = TargetTask(MODEL, 'float32', 1e-3)
+  run = Run(folder / 'target', {})
+  state = fit(
+    task, TARGET_RECIPE, data, run, constants=jnp.asarray(CORPUS.token_bytes)
+  )
+  run.close()
+  return api.Target('tiny', MODEL, state.params, jnp.float32, (), {})
+
+
+@pytest.fixture(scope='module')
+def target(tmp_path_factory):
+  return trained_target(tmp_path_factory.mktemp('target'))
+
+
+@pytest.fixture(scope='module')
+def output(target, tmp_path_factory):
+  """A whole run."""
+  folder = tmp_path_factory.mktemp('drafter') / 'run'
+  train_drafter.train(target, CORPUS, RECIPE, folder)
+  return folder
+
+
+def mean_acceptance(target, drafter, policy, budget):
+  """On greedy continuations of texts that nobody was trained on."""
+  stream = CORPUS.tokens('test')
+  prompts = rollouts.choose_prompts(stream, 0, 8, 8, 7)
+  results = generation.generate_batch(
+    target,
+    drafter,
+    prompts,
+    max_new_tokens=24,
+    tree_policy=policy,
+    tree_budget=budget,
+  )
+  lengths = [x for r in results for x in r.acceptance_lengths]
+  return np.mean(lengths)
+
+
+def test_the_loss_falls_and_the_drafts_are_accepted(target, output):
+  records = [json.loads(x) for x in (output / METRICS).read_text().splitlines()]
+  losses = [r['loss'] for r in records if 'loss' in r]
+  assert losses[-1] < 0.75 * losses[0]
+  trained = api.load_drafter(output / 'drafter', target)
+  config = drafter_config(RECIPE, MODEL, CORPUS.mask)
+  assert trained.drafter.config == config
+  params = init_state(DraftTask(RECIPE, MODEL, config), RECIPE).params
+  untrained = api.LoadedDrafter('untrained', trained.drafter, params)
+  before = mean_acceptance(target, untrained, 'best_first', 16)
+  after = mean_acceptance(target, trained, 'best_first', 16)
+  assert after > before + 1
+  last = records[-1]
+  assert 1 < last['greedy_acceptance_length_chain'] <= 5
+  assert (
+    last['greedy_acceptance_length_chain']
+    <= last['greedy_acceptance_length_tree_16']
+    <= last['greedy_acceptance_length_tree_64']
+  )
+  assert len(last['greedy_accuracy']) == 4
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(target, output, tmp_path):
+  folder = tmp_path / 'run'
+  train_drafter.train(target, CORPUS, RECIPE, folder, stop_after=50)
+  assert not (folder / 'drafter').exists()
+  train_drafter.train(target, CORPUS, RECIPE, folder)
+  name = 'drafter/model.safetensors'
+  assert (folder / name).read_bytes() == (output / name).read_bytes()
+  # A finished run has nothing left to do.
+  before = (folder / METRICS).read_bytes()
+  train_drafter.train(target, CORPUS, RECIPE, folder)
+  assert (folder / METRICS).read_bytes() == before
+  other = dataclasses.replace(RECIPE, gamma=3.0)
+  with pytest.raises(UserError, match='holds a run of another'):
+    train_drafter.train(target, CORPUS, other, folder)
+
+
+@pytest.mark.parametrize(
+  'name',
+  ['kimi_k25_int4', pytest.param('deepseek_v3_fp8', marks=pytest.mark.slow)],
+)
+def test_a_quantised_target_teaches(name):
+  target = support.fixture(name)
+  recipe = dataclasses.replace(RECIPE, target_layer_ids=None, batch_size=2)
+  config = drafter_config(recipe, target.config, 1)
+  task = DraftTask(recipe, target.config, config)
+  tokens = np.random.default_rng(0).integers(2, 40, (2, 30))
+  batch = pack(jnp.asarray(tokens.astype(np.int32)), 5)
+  params = jax.jit(task.init)(jax.random.key(0))
+
+  @jax.jit
+  def gradient(params, constants):
+    loss = functools.partial(task.loss, batch=batch, key=jax.random.key(1))
+    return jax.value_and_grad(loss, has_aux=True)(params, constants)
+
+  (loss, _), found = gradient(params, target.params)
+  assert np.isfinite(loss)
+  assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(found))
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def test_prompts_lie_within_documents():
+  stream = CORPUS.tokens('train')
+  prompts = rollouts.choose_prompts(stream, 0, 50, 12, 3)
+  assert prompts.shape == (50, 12) and (prompts != 0).all()
+  text = stream.tolist()
+  starts = [i for i in range(len(text)) if text[i : i + 12] == list(prompts[7])]
+  assert starts
+  with pytest.raises(UserError, match='no document of the corpus has 99'):
+    rollouts.choose_prompts(stream, 0, 1, 99, 0)
+
+
+def test_loops_are_cut_when_they_are_four_rounds_old():
+  rng = np.random.default_rng(0)
+  free = rng.permutation(400)
+  looped = np.concatenate([free[:50], np.tile(free[50:60], 35)])[:400]
+  constant = np.concatenate([free[:90], np.full(310, 7)])
+  parts = rollouts.cut_loops(np.stack([free, looped, constant]))
+  assert [len(part) for part in parts] == [400, 50 + 40, 90 + 24]
+  assert np.array_equal(parts[1], looped[:90])
+
+
+def test_rollouts_have_their_share_as_documents():
+  corpus = np.full(300, 3, np.uint16)
+  parts = [np.full(9, 4), np.array([5, 6, 0])]
+  stream = rollouts.mix(corpus, parts, 0.25, 0, 1)
+  assert stream.dtype == np.uint16
+  assert np.array_equal(stream[:300], corpus)
+  added = stream[300:]
+  assert 100 <= len(added) < 110 and added[-1] == 0
+  documents = {
+    tuple(d[:-1]) for d in np.split(added, np.flatnonzero(added == 0) + 1)
+  }
+  assert documents - {()} == {(4,) * 9, (5, 6)}
+  assert rollouts.mix(corpus, parts, 0.0, 0, 1) is corpus
+
+
+# ------------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'anchors': 33}, 'anchors=33 is not in 1..32'),
+    ({'block_size': 1}, 'block_size=1 is not in 2..32'),
+    ({'gamma': 0.0}, 'gamma=0.0 is not positive'),
+    ({'hard_weight': 1.5}, 'hard_weight=1.5 is not in 0..1'),
+    ({'prompt_tokens': 32}, 'prompt_tokens=32 is not in 1..31'),
+    ({'temperatures': ()}, 'temperatures is empty'),
+  ],
+)
+def test_a_wrong_recipe_is_refused(change, message):
+  with pytest.raises(UserError, match=message):
+    dataclasses.replace(RECIPE, **change)
+
+
+def test_what_does_not_fit_is_refused(target, tmp_path):
+  small = dataclasses.replace(MODEL, max_position_embeddings=36)
+  with pytest.raises(UserError, match='reach to 37, the target to'):
+    drafter_config(RECIPE, small, 1)
+  large = dataclasses.replace(CORPUS, vocab_size=41)
+  with pytest.raises(UserError, match='has 41 tokens, the target 40'):
+    train_drafter.train(target, large, RECIPE, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('flag', ['target', 'corpus', 'recipe', 'output'])
+def test_flags_that_are_needed(flag):
+  flags = dict(target='a', corpus='b', recipe='python_small', output='c')
+  with pytest.raises(UserError, match=f'needs --{flag}'):
+    train_drafter.run(RunConfig(mode='train_drafter', **flags | {flag: None}))
+
+
+def test_a_recipe_for_a_drafter_is_needed():
+  flags = dict(target='a', corpus='b', recipe='tiny', output='c')
+  with pytest.raises(UserError, match='tiny.py has no DRAFTER_RECIPE'):
+    train_drafter.run(RunConfig(mode='train_drafter', **flags))
