@@ -1,6 +1,6 @@
 """Whole runs: AR against DDTree with a drafter whose acceptance is set."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,13 +70,14 @@ def end_to_end(
   for stub in stubs:
     rate = hit_rate if isinstance(stub, HitRateDrafter) else 1.0
     for budget in budgets:
-      told, revisions = golden, 0
-      while revisions < MAX_REVISIONS:
+
+      def write(told, stub=stub, budget=budget):
         drafter = _priced(subject, stub, told, budget)
         result = decode(drafter, max_new_tokens=known, tree_budget=budget)
-        if (wrote := [*prompt, *result.output_ids]) == told:
-          break
-        told, revisions = wrote, revisions + 1
+        return [*prompt, *result.output_ids]
+
+      told, revisions = revised(golden, write)
+      drafter = _priced(subject, stub, told, budget)
       result = decode(
         drafter, max_new_tokens=max_new_tokens, tree_budget=budget
       )
@@ -101,6 +102,22 @@ def end_to_end(
           ),
         },
       }
+
+
+def revised(
+  told: list[int], write: Callable[[list[int]], list[int]]
+) -> tuple[list[int], int]:
+  """Tells what was written until nothing changes; with the revisions made.
+
+  Runs are repeated exactly, so what was right stays right: every revision
+  moves the first mistake back.
+  """
+  for revision in range(MAX_REVISIONS):
+    wrote = write(told)
+    if wrote == told:
+      return told, revision
+    told = wrote
+  return told, MAX_REVISIONS
 
 
 def _priced(
