@@ -83,8 +83,9 @@ flags.DEFINE_string(
   None,
   f'demo, generate, audit, bench, bench_acceptance: a DFlash folder, or '
   f'{_STUBS}. oracle knows the answer, hit_rate now and then, adversarial '
-  'avoids it, random and repeat look at nothing, silent proposes nothing, dflash by name is untrained. '
-  'Default: oracle in the demo; bench: random weights, 5 layers.',
+  'avoids it, random and repeat look at nothing, silent proposes nothing, '
+  'dflash by name is untrained. Default: oracle in the demo; bench: random '
+  'weights, 5 layers.',
 )
 flags.DEFINE_float(
   'hit_rate',

@@ -1,6 +1,6 @@
 """Whole runs: AR against DDTree with a drafter whose acceptance is set."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from kdtree_jax.drafters.hit_rate import HitRateDrafter
 from kdtree_jax.drafters.oracle import OracleDrafter
 
 HIT_RATE = 0.8
+# Of what a drafter is told; each moves the first mistake further back.
+MAX_REVISIONS = 32
 
 
 def expected_acceptance_length(hit_rate: float, depth: int) -> float:
@@ -30,10 +32,12 @@ def end_to_end(
 ) -> Iterator[dict[str, Any]]:
   """Decodes a random prompt by AR, then by DDTree with oracle and hit rate.
 
-  The oracle's answer is the AR run of the same device. Rows of other shapes
-  round otherwise in bfloat16, so at a near-tie the texts may part, and a
-  drafter that knows AR's text is wrong from there on; `--mode=audit` judges
-  the place. Every round pays for the real drafter.
+  The oracle's answer is first the AR run of the same device. Rows of other
+  shapes round otherwise in bfloat16, so at a near-tie the texts may part
+  (`--mode=audit` judges the place), and a drafter that is told AR's text would
+  be wrong from there on: what it is told is revised, by the text that the
+  engine under test wrote, until that is what it writes. Every round pays for
+  the real drafter.
 
   Yields:
     One record a drafter and budget.
@@ -66,7 +70,14 @@ def end_to_end(
   for stub in stubs:
     rate = hit_rate if isinstance(stub, HitRateDrafter) else 1.0
     for budget in budgets:
-      drafter = _priced(subject, stub, golden, budget)
+
+      def write(told, stub=stub, budget=budget):
+        drafter = _priced(subject, stub, told, budget)
+        result = decode(drafter, max_new_tokens=known, tree_budget=budget)
+        return [*prompt, *result.output_ids]
+
+      told, revisions = revised(golden, write)
+      drafter = _priced(subject, stub, told, budget)
       result = decode(
         drafter, max_new_tokens=max_new_tokens, tree_budget=budget
       )
@@ -83,6 +94,7 @@ def end_to_end(
           'ar_tokens_per_second': ar_rate,
           'acceptance_length': result.mean_acceptance_length,
           'first_difference': differs[0] if differs else None,
+          'revisions': revisions,
         },
         'computed': {
           'expected_acceptance_length': expected_acceptance_length(
@@ -90,6 +102,22 @@ def end_to_end(
           ),
         },
       }
+
+
+def revised(
+  told: list[int], write: Callable[[list[int]], list[int]]
+) -> tuple[list[int], int]:
+  """Tells what was written until nothing changes; with the revisions made.
+
+  Runs are repeated exactly, so what was right stays right: every revision
+  moves the first mistake back.
+  """
+  for revision in range(MAX_REVISIONS):
+    wrote = write(told)
+    if wrote == told:
+      return told, revision
+    told = wrote
+  return told, MAX_REVISIONS
 
 
 def _priced(

@@ -336,7 +336,7 @@ def compile_sweep(
   engines: Sequence[Engine],
   largest: Engine,
   done: Callable[[str], None],
-) -> dict[Engine, float]:
+) -> dict[Engine, float | str]:
   """Compiles the loops of all engines and the routed round, in threads.
 
   Args:
@@ -346,24 +346,36 @@ def compile_sweep(
     done: called with a word about each program.
 
   Returns:
-    Seconds of each loop, beside the others.
+    Seconds of each loop, beside the others; why, where one does not compile.
+    It must not hide what the others reach.
   """
-  jobs = [(bench.program, stages.routed_round, largest)]
-  jobs.append((bench.program, prefill, largest.for_prefill()))
-  jobs += [(bench.program, decode_loop, engine) for engine in engines]
-  drafting = [engine for engine in engines if engine.drafter]
-  jobs += [(bench.compile_stages, engine) for engine in drafting]
+
+  def compile_engine(engine: Engine) -> float | str:
+    try:
+      if engine.drafter:
+        bench.compile_stages(engine)
+      return bench.program(decode_loop, engine)[1]
+    except jax.errors.JaxRuntimeError as error:
+      return ' '.join(str(error).split())[:500]
+
   with concurrent.futures.ThreadPoolExecutor(COMPILING_THREADS) as pool:
-    futures = [pool.submit(*job) for job in jobs]
+    shared = [
+      pool.submit(bench.program, stages.routed_round, largest),
+      pool.submit(bench.program, prefill, largest.for_prefill()),
+    ]
+    loops = {pool.submit(compile_engine, engine): engine for engine in engines}
+    futures = [*shared, *loops]
     for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
       future.result()
       done(f'compiled {count} of {len(futures)}')
-  return {e: bench.program(decode_loop, e)[1] for e in engines}
+  return {engine: future.result() for future, engine in loops.items()}
 
 
-def temporary_bytes(bench: Workbench, engine: Engine) -> int | None:
-  """What the loop's program needs beside its arguments, by XLA's account."""
-  program, _ = bench.program(decode_loop, engine)
+def temporary_bytes(
+  bench: Workbench, function: Callable[..., Any], engine: Engine
+) -> int | None:
+  """What a program needs beside its arguments, by XLA's account."""
+  program, _ = bench.program(function, engine)
   found = program.memory_analysis()
   if found is None:
     return None

@@ -123,6 +123,12 @@ def _others(console: rich.console.Console, records) -> None:
       f'{r["measured"]["ms"]:.1f} ms',
       highlight=False,
     )
+  for r in _of(records, 'failure'):
+    console.print(
+      f'budget {r["tree_budget"]} does not compile: {r["reason"][:200]}',
+      highlight=False,
+      markup=False,
+    )
   for r in _of(records, 'compile'):
     console.print(
       f'first-call compilation of generate at budget {r["tree_budget"]}: '
@@ -150,7 +156,8 @@ def _others(console: rich.console.Console, records) -> None:
       + (
         'tokens equal'
         if m['first_difference'] is None
-        else f'tokens differ from output {m["first_difference"]} on'
+        else f'tokens differ from AR at {m["first_difference"]}, '
+        f'{m["revisions"]} revisions'
       ),
       highlight=False,
     )

@@ -9,6 +9,8 @@ import jax
 from kdtree_jax.benchmark import measure, traffic
 from kdtree_jax.benchmark.subject import Subject
 from kdtree_jax.decode import Engine
+from kdtree_jax.decode.generate import decode_loop
+from kdtree_jax.decode.round import prefill
 from pallas_kernels.bench import Ceilings
 
 
@@ -76,8 +78,16 @@ class Sweep:
     compiled = measure.compile_sweep(
       self.bench, list(engine_of.values()), largest, self.progress
     )
+    failed = {e: why for e, why in compiled.items() if isinstance(why, str)}
+    for engine, reason in failed.items():
+      yield {
+        'kind': 'failure',
+        'tree_budget': engine.decode.tree_budget,
+        'reason': reason,
+      }
+    steps = [s for s in steps if engine_of[s.tree_budget] not in failed]
     yield from self._steps(steps, engine_of, largest, compiled)
-    yield self._memory(engine_of.values())
+    yield self._memory([e for e in engine_of.values() if e not in failed])
 
   def _steps(
     self,
@@ -107,7 +117,9 @@ class Sweep:
         'unique_experts': mean,
         'unique_experts_by_layer': touched,
         'compile_seconds_beside_others': compiled[engine],
-        'temporary_bytes': measure.temporary_bytes(self.bench, engine),
+        'temporary_bytes': measure.temporary_bytes(
+          self.bench, decode_loop, engine
+        ),
       }
       yield self._record(step, engine, measured)
 
@@ -160,17 +172,24 @@ class Sweep:
       'context': context,
       'tokens': count,
       'prefill_chunk': self.subject.prefill_chunk,
-      'measured': timing.as_dict(),
+      'measured': timing.as_dict()
+      | {
+        'temporary_bytes': measure.temporary_bytes(
+          self.bench, prefill, engine.for_prefill()
+        )
+      },
     }
 
   def _memory(self, engines) -> dict[str, Any]:
-    temporaries = [measure.temporary_bytes(self.bench, e) for e in engines]
+    temporaries = [
+      measure.temporary_bytes(self.bench, decode_loop, e) for e in engines
+    ]
     return {
       'kind': 'memory',
       'measured': {
         'weight_bytes': self.subject.nbytes,
         'state_bytes': self.bench.state_bytes,
         'peak_beyond_bytes': measure.peak_beyond(self.bench),
-        'temporary_bytes': max(bytes_ or 0 for bytes_ in temporaries),
+        'temporary_bytes': max((b or 0 for b in temporaries), default=0),
       },
     }

@@ -120,6 +120,7 @@ def check_end_to_end(oracle, half):
   for record in (oracle, half):
     # float32: equal, whatever is drafted.
     assert record['measured']['first_difference'] is None
+    assert record['measured']['revisions'] == 0
     assert record['measured']['tokens_per_second'] > 0
   assert oracle['measured']['acceptance_length'] == 4
   assert oracle['computed']['expected_acceptance_length'] == 4
