@@ -115,8 +115,22 @@ def run(
   """
   if reason := supported(x, gate_up, down, expert_ids):
     raise ValueError(reason)
+  cut = cut or tiles.plan(*expert_ids.shape, down.shape[0])
+  return _run(cut, interpret, x, gate_up, down, expert_ids, expert_weights)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(
+  cut: tiles.Plan,
+  interpret: Any,
+  x: jax.Array,
+  gate_up: jax.Array,
+  down: jax.Array,
+  expert_ids: jax.Array,
+  expert_weights: jax.Array,
+) -> jax.Array:
+  """See `run`; a function of its own, so that layers are lowered once."""
   experts, hidden, inner = down.shape
-  cut = cut or tiles.plan(*expert_ids.shape, experts)
   # Free views under which both products find two tiles of 64 rows of weights as
   # neighbours along the first axis: gate and up, or rows 0.. and 64..
   gate_up = gate_up.reshape(experts * 2, inner, hidden)
