@@ -30,7 +30,7 @@ CONFIG = ModelConfig(
 )
 
 RECIPE = TrainRecipe(
-  steps=6000,
+  steps=9000,
   batch_size=32,
   sequence_length=1024,
   learning_rate=3e-3,
@@ -42,7 +42,7 @@ RECIPE = TrainRecipe(
 # A third of the target's parameters. Taps over its whole depth: in so small a
 # model no layer is far from the output.
 DRAFTER_RECIPE = DrafterRecipe(
-  steps=4000,
+  steps=6000,
   batch_size=64,
   sequence_length=512,
   learning_rate=2e-3,

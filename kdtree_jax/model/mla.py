@@ -16,18 +16,20 @@ from kdtree_jax.model.rope import apply_rope
 Attend = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def _per_head(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-  """A product batched over heads, accumulated in float32, in x's dtype.
+def _per_head(x: jax.Array, w: jax.Array) -> jax.Array:
+  """`x [B, N, n, I]` by `w [n, O, I]` to `[B, N, n, O]`, in x's dtype.
 
-  XLA's CPU backend has no such product from bfloat16 to float32.
+  XLA's CPU backend has no such product from bfloat16 to float32. The rows come
+  first: with the weights first, a GPU writes the result transposed.
   """
-  return jnp.einsum(
-    spec,
+  out = lax.dot_general(
     x,
     w,
+    (((3,), (2,)), ((2,), (0,))),
     precision=lax.Precision.HIGHEST,
     preferred_element_type=x.dtype,
   )
+  return out.transpose(1, 2, 0, 3)
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -75,9 +77,11 @@ class MultiHeadLatentAttention(nn.Module):
     v_b = weight(
       self, 'v_b_proj', matrix_init, (n, c.v_head_dim, r), self.dtype
     )
-    q_latent = _per_head('bnhd,hrd->bnhr', q_nope, k_b)
+    # A single row's product would be fused into the concatenation, whose code
+    # sums slowly.
+    q_latent = lax.optimization_barrier(_per_head(q_nope, k_b))
     out = attend(jnp.concatenate([q_latent, q_rope], axis=-1), rows)
-    out = _per_head('bnhr,hdr->bnhd', out, v_b)
+    out = _per_head(out, v_b)
     out = out.reshape(*x.shape[:2], n * c.v_head_dim)
     return self._linear(c.hidden_size, 'o_proj')(out), rows
 
