@@ -70,7 +70,6 @@ class Plan:
   scale: float
   has_bits: bool
   splits: int
-  pairs: bool
   interpret: Any
 
   @property
@@ -321,11 +320,9 @@ def _score_warpgroup(block: Block, lse) -> None:
     plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), _ROW)
     for x in (-jnp.inf, 0.0)
   )
-  paired = 0
-  if block.plan.pairs:
-    paired = lax.div(count, 2) * 2
-    carry = lax.fori_loop(0, lax.div(count, 2), pair, carry)
-  m, total = lax.fori_loop(paired, count, single, carry)
+  pairs = lax.div(count, 2)
+  carry = lax.fori_loop(0, pairs, pair, carry)
+  m, total = lax.fori_loop(2 * pairs, count, single, carry)
   block.vectors[SLOTS] = jnp.where(total > 0, 1 / total, 0.0)
   if lse is not None:
     block.vectors[SLOTS + 1] = m + jnp.log2(total)

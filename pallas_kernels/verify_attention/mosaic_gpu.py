@@ -16,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.verify_attention import block, merge
 
 MULTIPROCESSORS = 132
-PAIRS = True
 
 
 def supported(
@@ -130,7 +129,6 @@ def verify_attention(
     scale=scale,
     has_bits=ancestors is not None,
     splits=splits,
-    pairs=PAIRS,
     interpret=interpret,
   )
   words = None if ancestors is None else _row_words(ancestors, heads, padded)
