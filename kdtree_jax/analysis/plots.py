@@ -8,7 +8,8 @@ from kdtree_jax.analysis.acceptance import histogram
 from kdtree_jax.analysis.report import Row, Setting, detail_tree, name
 from kdtree_jax.errors import UserError
 
-_SIZE, _DPI = (7.2, 4.2), 120
+# Inches of one part, parts side by side, dots an inch.
+_WIDTH, _HEIGHT, _COLUMNS, _DPI = 4.4, 3.6, 3, 110
 _CHAIN, _TREE = 'tab:orange', 'tab:blue'
 
 
@@ -26,13 +27,18 @@ def check_plots() -> None:
     ) from None
 
 
-def _figure(axes: int) -> tuple[Any, Any]:
-  """A figure that needs no display, and its axes side by side."""
+def _figure(count: int) -> tuple[Any, list[Any]]:
+  """A figure that needs no display, and `count` axes, in rows of three."""
   from matplotlib.figure import Figure
 
-  width = _SIZE[0] if axes == 1 else 4.2 * axes
-  figure = Figure(figsize=(width, _SIZE[1]), dpi=_DPI, layout='constrained')
-  return figure, figure.subplots(1, axes, squeeze=False, sharey=True)[0]
+  columns = min(count, _COLUMNS)
+  rows = -(-count // columns)
+  size = _WIDTH * columns, _HEIGHT * rows
+  figure = Figure(figsize=size, dpi=_DPI, layout='constrained')
+  axes = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
+  for axis in axes[count:]:
+    axis.remove()
+  return figure, list(axes[:count])
 
 
 def _png(figure: Any) -> bytes:
@@ -80,10 +86,11 @@ def acceptance_by_budget(rows: Sequence[Row]) -> bytes:
         band = row.acceptance.low, row.acceptance.high
         axis.axhspan(*band, color=_CHAIN, alpha=0.15, linewidth=0)
     axis.set_xscale('log', base=2)
-    axis.set_xlabel('tree budget (draft nodes a round)')
+    axis.xaxis.set_major_formatter('{x:.0f}')
+    axis.set_xlabel('tree budget')
     axis.set_title(_wrapped(setting), fontsize='medium')
     axis.grid(alpha=0.3)
-  axes[0].set_ylabel('tokens a target forward')
+  axes[0].set_ylabel('acceptance length')
   axes[0].legend()
   return _png(figure)
 

@@ -60,6 +60,7 @@ class Row:
     acceptance: mean acceptance length.
     before_loops: the same until the text begins to repeat itself; None for a
       given text, or if nothing is left.
+    looping: the share of the output's tokens behind that point.
     over_chain: the mean over that of the chain, where there is one.
     lengths: of all rounds.
     matches: outputs equal to AR's, of how many compared.
@@ -74,6 +75,7 @@ class Row:
   prompts: int
   acceptance: Interval | None
   before_loops: Interval | None
+  looping: float
   over_chain: Interval | None
   lengths: list[int]
   matches: tuple[int, int]
@@ -115,8 +117,16 @@ def _row(
   setting, method, budget, chain_seed = key
   walks = [walk for _, walk in group]
   before = over = None
+  looping = 0.0
   if not setting.forced:
     cuts = [loop_start(record['output_ids']) for record, _ in group]
+    total = sum(len(record['output_ids']) for record, _ in group)
+    behind = sum(
+      len(record['output_ids']) - cut
+      for (record, _), cut in zip(group, cuts, strict=True)
+      if cut is not None
+    )
+    looping = behind / total if total else 0.0
     before = mean_interval(
       [rounds_before(w, cut) for w, cut in zip(walks, cuts, strict=True)]
     )
@@ -137,6 +147,7 @@ def _row(
     prompts=len(group),
     acceptance=mean_interval(walks),
     before_loops=before,
+    looping=looping,
     over_chain=over,
     lengths=list(itertools.chain.from_iterable(walks)),
     matches=(sum(compared), len(compared)),
@@ -150,6 +161,9 @@ def markdown(rows: Sequence[Row]) -> str:
   for setting, group in itertools.groupby(rows, lambda row: row.setting):
     members = list(group)
     parts += [f'### {_upper(setting.title)}', _table(members)]
+    if not setting.forced:
+      looping = _percent(members[0].looping)
+      parts.append(f'{looping} of the tokens are in text that repeats itself.')
     for row in _shown(members):
       parts += [f'{_upper(name(row))}:', _lengths(row)]
       if row.counts is not None:

@@ -179,6 +179,18 @@ def test_rows_of_a_sweep():
   assert by_target.acceptance.mean == 2 and by_text.acceptance.mean == 1.5
   assert by_text.before_loops is None and chain.before_loops.mean == 12 / 5
   assert report.detail_tree(rows) is tree
+  assert all(row.looping == 0 for row in rows)
+
+
+def test_loops_in_rows():
+  """Two tokens, then eighteen of one kind: it repeats from the fourth on."""
+  output = [5, 6] + [7] * 18
+  walk = [1, 1, 2, 8, 8]
+  (row,) = report.summarise([record('a', 'chain', 3, walk, output_ids=output)])
+  assert row.looping == 17 / 20
+  # Rounds begin at 0, 1, 2, 4, 12: three of them before token 3.
+  assert row.before_loops.mean == 4 / 3 and row.acceptance.mean == 4
+  assert '85.0% of the tokens' in report.markdown([row])
 
 
 def test_markdown_of_a_sweep():
@@ -186,6 +198,8 @@ def test_markdown_of_a_sweep():
   assert '| DDTree 8 | 3.00 [' in text and '| 4 | 1 of 2 |' in text
   # Every line of a table has as many cells as its head.
   for block in text.split('\n\n'):
+    if '|' not in block:
+      continue
     widths = {line.count('|') for line in block.strip().splitlines()}
     assert len(widths) == 1, block
 
