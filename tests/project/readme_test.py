@@ -9,6 +9,9 @@ import subprocess
 import sys
 
 import pytest
+from absl.testing import flagsaver
+
+import run as program
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / 'README.md').read_text()
@@ -18,6 +21,14 @@ FILES = re.findall(r'<!-- file: (\S+) -->\n```python\n(.*?)```', README, re.S)
 LINES = re.findall(
   r'<!-- line: (\S+) after "(.*?)" -->\n```python\n(.*?)```', README, re.S
 )
+# What takes a GPU or hours stands in text blocks.
+LONG = [
+  line
+  for path in (ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md')))
+  for block in re.findall(r'```text\n(.*?)\n```', path.read_text(), re.S)
+  for line in block.splitlines()
+  if ' run.py ' in line
+]
 RECIPES = 'wide_latent or lookup or star'
 
 
@@ -53,6 +64,21 @@ def test_other_commands(command, tmp_path):
   done = execute([sys.executable, 'run.py', *words])
   assert done.returncode == 0, done.stderr
   assert done.stdout
+
+
+@pytest.mark.parametrize('command', LONG)
+def test_flags_of_long_commands(command):
+  """They are not run here, but every flag is one that its mode takes."""
+  words = shlex.split(command)
+  with flagsaver.flagsaver():
+    program.parse_flags(words[words.index('run.py') :])
+    assert f'--mode={program.run_config().mode}' in words
+
+
+def test_long_commands_are_found():
+  assert {'train_target', 'train_drafter'} <= {
+    re.search(r'--mode=(\w+)', command)[1] for command in LONG
+  }
 
 
 def test_python_example():
