@@ -3,7 +3,7 @@
 Arithmetic is float32 throughout and the drafter is the same: only the target's
 weights change. INT4 has groups of 8, finer than the 32 of real checkpoints,
 because the fixture's experts are 24 wide. Run by hand for the table in the
-README:
+README; `pair_by_weights.py` does the same for the trained pair:
 
     python tests/peers/acceptance_by_weights.py
 """
@@ -29,67 +29,62 @@ PROMPTS, LENGTH, NEW_TOKENS = 24, 11, 40
 GROUP = 8
 
 
-def settings(form):
+def settings(form, group):
   """The quantization_config of a real checkpoint of that kind."""
   folder = {'int4': 'kimi_k25_int4', 'fp8': 'deepseek_v3_fp8'}[form]
   raw = json.loads((fixtures.DATA / folder / 'config.json').read_text())
   found = copy.deepcopy(raw.get('text_config', raw)['quantization_config'])
   if form == 'int4':
-    found['config_groups']['group_0']['weights']['group_size'] = GROUP
+    found['config_groups']['group_0']['weights']['group_size'] = group
   return found
 
 
-def quantised(form):
-  """Config and tensors: FP8 in every linear map, INT4 in routed experts."""
-  raw = fixtures.raw_config(NAME, quantization_config=settings(form))
-  tensors = fixtures.load(NAME)
+def quantised(config, tensors, form, group):
+  """A target of float32 tensors in FP8 (every linear map) or INT4 (experts)."""
+  tensors = dict(tensors)
   for name in list(tensors):
     linear = name.endswith(('_proj.weight', '_with_mqa.weight'))
     if form == 'fp8' and linear:
       scale = name + '_scale_inv'
       tensors[name], tensors[scale], _ = quantize.fp8(tensors[name])
     elif form == 'int4' and '.mlp.experts.' in name:
-      packed, scales, _ = quantize.int4(tensors.pop(name), GROUP)
+      packed, scales, _ = quantize.int4(tensors.pop(name), group)
       tensors[name + '_packed'], tensors[name + '_scale'] = packed, scales
-  return raw, tensors
-
-
-def target_of(kind):
-  """The fixture with weights of this kind."""
-  if kind in ('float32', 'bfloat16'):
-    return api.load_target(fixtures.DATA / NAME, weights=kind)
-  raw, tensors = quantised(kind)
-  config = hf.model_config(raw)
   params = hf.target_params(
     config,
     MappingSource(tensors),
     np.float32,
-    source_name=kind,
-    quantization=hf.quantization(raw),
+    source_name=form,
+    quantization=hf.quantization(
+      {'quantization_config': settings(form, group)}
+    ),
   )
-  return api.Target(kind, config, params, api.DTYPES['float32'], (), {})
+  return api.Target(form, config, params, api.DTYPES['float32'], (), {})
 
 
-def main():
-  """Prints a row for each kind of weights."""
-  rng = np.random.default_rng(0)
-  plain = api.load_target(fixtures.DATA / NAME)
-  prompts = rng.integers(0, plain.config.vocab_size, (PROMPTS, LENGTH)).tolist()
-  options = {'max_new_tokens': NEW_TOKENS, 'stop_ids': ()}
+def print_table(targets, load_drafter, prompts, budgets, new_tokens):
+  """A row for each target: chain, trees, and the tokens of the first again.
+
+  Args:
+    targets: pairs of a name and a function that makes the target.
+    load_drafter: of a target.
+    prompts: token ids.
+    budgets: of the trees.
+    new_tokens: of every prompt.
+  """
+  options = {'max_new_tokens': new_tokens, 'stop_ids': ()}
   first = None
-  print('weights   chain  budget 24  budget 64  tokens as float32')
-  for kind in ('float32', 'bfloat16', 'fp8', 'int4'):
-    target = target_of(kind)
-    drafter = api.load_drafter(fixtures.DATA / NAME / 'dflash', target)
+  columns = '  '.join(f'budget {budget}' for budget in budgets)
+  print(f'weights   chain  {columns}  tokens as the first, {len(prompts)} runs')
+  for kind, make in targets:
+    target = make()
+    drafter = load_drafter(target)
     ar = generation.generate_batch(target, None, prompts, **options)
     tokens = np.array([result.output_ids for result in ar])
     first = tokens if first is None else first
     means = []
-    for policy, budget in (
-      ('chain', 7),
-      ('best_first', 24),
-      ('best_first', 64),
-    ):
+    chain = ('chain', drafter.block_size - 1)
+    for policy, budget in (chain, *(('best_first', b) for b in budgets)):
       results = generation.generate_batch(
         target,
         drafter,
@@ -100,11 +95,32 @@ def main():
       )
       assert [r.output_ids for r in results] == tokens.tolist()
       lengths = [n for r in results for n in r.acceptance_lengths]
-      means.append(np.mean(lengths))
+      means.append(f'{np.mean(lengths):.2f}')
     same = (tokens == first).mean()
-    print(
-      f'{kind:<9} {means[0]:5.2f}  {means[1]:9.2f}  {means[2]:9.2f}  {same:.0%}'
-    )
+    print(f'{kind:<9}', *means, f'{same:.0%}', sep='  ', flush=True)
+
+
+def main():
+  """The fixture, whose target has random weights."""
+  raw, tensors = fixtures.raw_config(NAME), fixtures.load(NAME)
+  config = hf.model_config(raw)
+
+  def plain(kind):
+    return lambda: api.load_target(fixtures.DATA / NAME, weights=kind)
+
+  def coarse(form):
+    return lambda: quantised(config, tensors, form, GROUP)
+
+  rng = np.random.default_rng(0)
+  prompts = rng.integers(0, config.vocab_size, (PROMPTS, LENGTH)).tolist()
+  print_table(
+    [(kind, plain(kind)) for kind in ('float32', 'bfloat16')]
+    + [(form, coarse(form)) for form in ('fp8', 'int4')],
+    lambda target: api.load_drafter(fixtures.DATA / NAME / 'dflash', target),
+    prompts,
+    (24, 64),
+    NEW_TOKENS,
+  )
 
 
 if __name__ == '__main__':
