@@ -75,6 +75,7 @@ def test_a_file_of_talks(folder, tmp_path):
   assert said.endswith('yz[im_end][im_assistant]assistant[im_middle]')
 
 
+@pytest.mark.slow
 def test_batches_are_single_runs(folder, tmp_path):
   """Two capacities and a stop string; the order is that of the file."""
   prompts = ['x', 'a much longer prompt ' * 4, 'yz', 'w', 'hello']
@@ -148,6 +149,7 @@ def test_a_broken_tokenizer_is_no_obstacle_to_ids(folder, tmp_path):
     texts.tokenizer_of(config(target=str(tmp_path), prompt='x'))
 
 
+@pytest.mark.slow
 def test_weights_by_flag():
   target = f'--target={support.DATA / "kimi_k25_int4"}'
   flags = ('--mode=generate', target, '--max_new_tokens=4', '--ignore_eos')
