@@ -17,7 +17,7 @@ class HitRateDrafter(StubDrafter):
 
   Otherwise another token, and the right one gets no probability at all, so
   that no tree of any budget holds it. Whether a position is hit depends on the
-  position alone and no position is drafted twice, so that rounds are
+  position alone, and each one's draw decides a single walk, so that rounds are
   independent: with D positions a round accepts the sum of p^k, k = 1..D, on
   average. It shows what an engine makes of a drafter's quality.
 
