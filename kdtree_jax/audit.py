@@ -9,6 +9,7 @@ decoded cache with a forward that reads no cache, the drafter's context with a
 fresh prefill, and the acceptance of an oracle with full acceptance.
 """
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -139,15 +140,28 @@ def audit(
       f'the prompt has {len(prompt)} tokens and the capacity is {limit}: '
       'nothing is left to decode'
     )
-  ar = _observe(target, None, prompt, fields)
   longer = dataclasses.replace(
     fields, max_new_tokens=fields.max_new_tokens + drafter.block_size
   )
-  golden = generation.golden_continuations(target, drafter, [prompt], longer)
-  tested = _observe(target, drafter, prompt, fields, golden)
   oracle = api.load_drafter('oracle', target, drafter.block_size)
-  known = _observe(target, oracle, prompt, fields, golden)
-  padded = _padded(target, drafter, prompt, fields, ar.output_ids)
+  # An audit of a large model is mostly compilation, which threads share.
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    ar = pool.submit(_observe, target, None, prompt, fields)
+    golden = generation.golden_continuations(target, drafter, [prompt], longer)
+    tested, known = (
+      pool.submit(_observe, target, which, prompt, fields, golden)
+      for which in (drafter, oracle)
+    )
+    ar = ar.result()
+    padded = pool.submit(
+      _padded, target, drafter, prompt, fields, ar.output_ids
+    )
+    cache_error = _cache_error(target, prompt, ar, fields.kernels)
+    tested, known, padded = (x.result() for x in (tested, known, padded))
+  errors = [
+    _cache_error(target, prompt, seen, fields.kernels)
+    for seen in (tested, known)
+  ]
   full = None
   if fields.tree_policy in ('best_first', 'chain'):
     full = _full_acceptance(known, golden[0], drafter, fields)
@@ -159,14 +173,7 @@ def audit(
     oracle_divergence=_judge(target, prompt, ar, known, padded),
     oracle_acceptance_length=float(np.mean(known.accepted)),
     full_acceptance_length=full,
-    cache_error=float(
-      np.max(
-        [
-          _cache_error(target, prompt, seen, fields.kernels)
-          for seen in (ar, tested, known)
-        ]
-      )
-    ),
+    cache_error=float(np.max([cache_error, *errors])),
     context_error=_context_error(target, drafter, tested, fields),
     failures=[],
   )

@@ -10,12 +10,14 @@ GPUs of one model differ by a few per cent.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import importlib
 import json
 import pkgutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,6 +37,8 @@ MAX_ITERATIONS = 400
 UNROLL = 8
 COPY_BYTES = 1 << 30
 PRODUCT_SIZE = 8192
+# Cases that are checked and compiled at once; their inputs take gigabytes.
+THREADS = 6
 # Good guesses, to count iterations before the ceilings are known.
 BYTES_PER_SECOND = 4e12
 FLOPS_PER_SECOND = 7e14
@@ -67,8 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in find_cases(args.ops)
     if not args.names or any(name in case.name for name in args.names)
   ]
+  # Most of the time is compilation, and nothing is timed beside it.
+  with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+    made = pool.map(check if args.smoke else prepare, cases)
+    prepared = _progress(made, len(cases))
   if args.smoke:
-    return _report([run_smoke(case) for case in cases], None, args.output)
+    return _report(prepared, None, args.output)
   ceilings = measure_ceilings()
   print(
     f'{ceilings.device}: copy {ceilings.copy_bytes_per_second / 1e12:.2f} TB/s,'
@@ -76,9 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     f'{ceilings.loop_seconds * 1e6:.1f} us an iteration of a loop',
     flush=True,
   )
-  return _report(
-    (run_case(case, ceilings) for case in cases), ceilings, args.output
+  rows = (
+    run_case(case, ready, ceilings)
+    for case, ready in zip(cases, prepared, strict=True)
   )
+  return _report(rows, ceilings, args.output)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -164,6 +174,44 @@ def device_loop(
   return loop
 
 
+@dataclasses.dataclass(frozen=True)
+class Loop:
+  """A compiled `device_loop`; it makes `iterations * unroll` calls."""
+
+  run: Callable[..., Any]
+  iterations: int
+  unroll: int
+  in_place: bool
+
+  @classmethod
+  def compile(
+    cls,
+    call: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    iterations: int,
+    unroll: int = 1,
+    in_place: bool = False,
+  ) -> 'Loop':
+    """For these inputs or their shapes."""
+    output = jax.eval_shape(call, *inputs)
+    loop = device_loop(call, iterations, unroll, in_place)
+    run = loop.lower(inputs[0], inputs[1:], output).compile()
+    return cls(run, iterations, unroll, in_place)
+
+  def seconds(self, call: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
+    """Median over `REPETITIONS` runs, in seconds a call."""
+    first, others = inputs[0], inputs[1:]
+    # An update in place takes its input with it: here, a copy.
+    state = jnp.copy(first) if self.in_place else jax.jit(call)(*inputs)
+    calls, times = self.iterations * self.unroll, []
+    for _ in range(1 + REPETITIONS):
+      start = time.perf_counter()
+      state = self.run(state if self.in_place else first, others, state)
+      jax.block_until_ready(state)
+      times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times[1:])  # the first one warms up
+
+
 def seconds_per_call(
   call: Callable[..., Any],
   inputs: tuple[Any, ...],
@@ -172,17 +220,8 @@ def seconds_per_call(
   in_place: bool = False,
 ) -> float:
   """Median over `REPETITIONS` loops, in seconds a call."""
-  loop = device_loop(call, iterations, unroll, in_place)
-  first, others = inputs[0], inputs[1:]
-  # An update in place takes its input with it: here, a copy.
-  state = jnp.copy(first) if in_place else jax.jit(call)(*inputs)
-  times = []
-  for _ in range(1 + REPETITIONS):
-    start = time.perf_counter()
-    state = loop(state if in_place else first, others, state)
-    jax.block_until_ready(state)
-    times.append((time.perf_counter() - start) / (iterations * unroll))
-  return statistics.median(times[1:])  # the first one compiles
+  loop = Loop.compile(call, inputs, iterations, unroll, in_place)
+  return loop.seconds(call, inputs)
 
 
 def measure_ceilings() -> Ceilings:
@@ -217,51 +256,93 @@ def loop_seconds() -> float:
   return max(0.0, one - (several - one) / (UNROLL - 1))
 
 
-def run_smoke(case: BenchCase) -> dict[str, Any]:
-  """Checks one case and times nothing."""
-  return _guarded(case, lambda inputs: {})
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A case that was checked, and its loops; without any where it failed."""
+
+  row: dict[str, Any]
+  kernel: Loop | None = None
+  reference: Loop | None = None
 
 
-def run_case(case: BenchCase, ceilings: Ceilings) -> dict[str, Any]:
-  """Checks, then times one case; a failing one is reported, not raised."""
-  return _guarded(case, functools.partial(_time_case, case, ceilings))
+def check(case: BenchCase) -> dict[str, Any]:
+  """Checks one case and times nothing: the case's row."""
+  return _guarded(_named(case), lambda: _checked(case)[0])
+
+
+def prepare(case: BenchCase) -> Prepared:
+  """Checks one case and compiles its loops; a failure is a row, not raised."""
+  loops = []
+
+  def both() -> dict[str, Any]:
+    row, shapes = _checked(case)
+    loops.extend(_compile_loops(case, shapes))
+    return row
+
+  row = _guarded(_named(case), both)
+  return Prepared(row, *loops) if len(loops) == 2 else Prepared(row)
+
+
+def run_case(
+  case: BenchCase, prepared: Prepared, ceilings: Ceilings
+) -> dict[str, Any]:
+  """Times a prepared case; a failing one is reported, not raised."""
+  if prepared.kernel is None:
+    return prepared.row
+  return _guarded(prepared.row, lambda: _time_case(case, prepared, ceilings))
+
+
+def _named(case: BenchCase) -> dict[str, Any]:
+  return {'op': case.op, 'name': case.name}
 
 
 def _guarded(
-  case: BenchCase, measure: Callable[[tuple[Any, ...]], dict[str, Any]]
+  row: dict[str, Any], measure: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-  """The row of a case: what its check says, then what `measure` does."""
-  row = {'op': case.op, 'name': case.name}
+  """The row with what `measure` adds, or with why it could not."""
   try:
-    inputs = case.make_inputs(jax.random.key(0))
-    row |= case.check(inputs)
-    return row | measure(inputs)
+    return row | measure()
   # A kernel that does not compile must not hide what the others reach.
   except Exception as error:  # noqa: BLE001
     return row | {'ok': False, 'failure': f'{type(error).__name__}: {error}'}
 
 
-def _time_case(
-  case: BenchCase, ceilings: Ceilings, inputs: tuple[Any, ...]
-) -> dict[str, Any]:
-  """Times of the kernel and its reference, and what they amount to."""
-  floor = max(
-    case.bytes / ceilings.copy_bytes_per_second,
-    case.flops / ceilings.product_flops_per_second,
-  )
+def _checked(case: BenchCase) -> tuple[dict[str, Any], Any]:
+  """What the check says, and the inputs' shapes."""
+  inputs = case.make_inputs(jax.random.key(0))
+  return case.check(inputs), jax.eval_shape(lambda: inputs)
+
+
+def _compile_loops(
+  case: BenchCase, inputs: tuple[Any, ...]
+) -> tuple[Loop, Loop]:
+  """Of the kernel and of the reference, which is called less often."""
+  floor = max(case.bytes / BYTES_PER_SECOND, case.flops / FLOPS_PER_SECOND)
   iterations = int(LOOP_SECONDS / max(floor, MIN_CALL_SECONDS))
   iterations = max(10, min(iterations, MAX_ITERATIONS))
   # Several short calls an iteration, since the loop itself costs microseconds;
   # only where each needs the output before, or XLA makes one of equal calls.
   short = iterations == MAX_ITERATIONS
   unroll = UNROLL if short and case.in_place else 1
-  kernel = seconds_per_call(
-    case.kernel, inputs, iterations // unroll, unroll, case.in_place
+  compile_loop = functools.partial(Loop.compile, in_place=case.in_place)
+  return (
+    compile_loop(case.kernel, inputs, iterations // unroll, unroll),
+    compile_loop(case.reference, inputs, max(10, iterations // 10)),
   )
-  reference = seconds_per_call(
-    case.reference, inputs, max(10, iterations // 10), 1, case.in_place
+
+
+def _time_case(
+  case: BenchCase, prepared: Prepared, ceilings: Ceilings
+) -> dict[str, Any]:
+  """Times of the kernel and its reference, and what they amount to."""
+  floor = max(
+    case.bytes / ceilings.copy_bytes_per_second,
+    case.flops / ceilings.product_flops_per_second,
   )
-  net = kernel - ceilings.loop_seconds / unroll
+  inputs = case.make_inputs(jax.random.key(0))
+  kernel = prepared.kernel.seconds(case.kernel, inputs)
+  reference = prepared.reference.seconds(case.reference, inputs)
+  net = kernel - ceilings.loop_seconds / prepared.kernel.unroll
   return {
     'kernel_us': kernel * 1e6,
     'net_us': net * 1e6,
@@ -297,6 +378,15 @@ def table_row(row: dict[str, Any]) -> str:
   else:
     cells += [''] * 5
   return f'| {" | ".join(cells)} |'
+
+
+def _progress(made: Iterator[Any], count: int) -> list[Any]:
+  """All that is made, with a line on standard error for each."""
+  found = []
+  for number, item in enumerate(made, 1):
+    found.append(item)
+    print(f'checked {number} of {count}', file=sys.stderr, flush=True)
+  return found
 
 
 def _report(rows, ceilings: Ceilings | None, output: str | None) -> int:

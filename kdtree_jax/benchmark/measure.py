@@ -18,7 +18,7 @@ from kdtree_jax.benchmark import machine, stages, traffic
 from kdtree_jax.benchmark.subject import Subject
 from kdtree_jax.decode import DecodeState, Engine, init_state
 from kdtree_jax.decode.generate import decode_loop
-from kdtree_jax.decode.programs import PROGRAMS
+from kdtree_jax.decode.programs import PROGRAMS, compiler_options
 from kdtree_jax.decode.round import prefill
 from kdtree_jax.decode.state import empty_stats
 
@@ -322,7 +322,8 @@ def compile_alone(bench: Workbench, engine: Engine) -> dict[str, float]:
       begin = time.perf_counter()
       for function, used in both:
         jitted = jax.jit(function, static_argnums=0, donate_argnums=2)
-        jitted.lower(used, bench.subject.params(used), state).compile()
+        lowered = jitted.lower(used, bench.subject.params(used), state)
+        lowered.compile(compiler_options=compiler_options())
       warm = time.perf_counter() - begin
   finally:
     for name, value in before.items():

@@ -28,6 +28,10 @@ def square_case(**changes):
 CEILINGS = bench.Ceilings('device', 4e12, 8e14, 1e-5)
 
 
+def run(case):
+  return bench.run_case(case, bench.prepare(case), CEILINGS)
+
+
 def test_without_a_gpu_says_so_in_one_line(capsys):
   assert bench.main([]) == 0
   out = capsys.readouterr().out
@@ -106,7 +110,7 @@ def test_in_place_loop_leaves_the_inputs_alone():
 def test_row_of_a_case(in_place, calls):
   """Only calls that need each other's output share an iteration."""
   case = dataclasses.replace(square_case(), in_place=in_place)
-  row = bench.run_case(case, CEILINGS)
+  row = run(case)
   assert row['ok'] and row['kernel_us'] > 0
   floor = max(64 / 4e12, 8 / 8e14)
   np.testing.assert_allclose(
@@ -125,7 +129,7 @@ def test_failures_are_reported(capsys):
   def broken(x):
     raise NotImplementedError('no such layout')
 
-  row = bench.run_case(square_case(kernel=broken), CEILINGS)
+  row = run(square_case(kernel=broken))
   assert not row['ok']
   assert 'no such layout' in bench.table_row(row)
   assert bench.table_row(row).count('|') == 10
@@ -138,9 +142,9 @@ def test_a_failure_of_the_smoke_test_does_not_hide_the_others():
   def broken(inputs):
     raise NotImplementedError('no such layout')
 
-  row = bench.run_smoke(square_case(check=broken))
+  row = bench.check(square_case(check=broken))
   assert not row['ok'] and 'no such layout' in row['failure']
-  assert bench.run_smoke(square_case()) == {
+  assert bench.check(square_case()) == {
     'op': 'square',
     'name': 'small',
     'ok': True,
@@ -150,6 +154,6 @@ def test_a_failure_of_the_smoke_test_does_not_hide_the_others():
 
 def test_writes_json_lines(tmp_path):
   path = tmp_path / 'out.jsonl'
-  rows = [bench.run_smoke(square_case())]
+  rows = [bench.check(square_case())]
   assert bench._report(rows, CEILINGS, str(path)) == 0
   assert path.read_text().count('\n') == 2
