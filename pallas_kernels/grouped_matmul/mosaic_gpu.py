@@ -13,7 +13,8 @@ Two ways to give a tile its columns:
   expert. Columns do not see each other, so what nobody asked for is not looked
   at again, and nothing has to be gathered.
 * *grouped*: the (token, expert) pairs are sorted by expert, each expert's rows
-  start at a multiple of 16, and a tile takes the next `width` of them.
+  start at a multiple of 16, and a tile takes the next `width` of them. A
+  kernel of its own sorts them, see `grouping`; thousands of tokens XLA's ops.
 
 An output element is the sum over a whole row of weights, 16 at a time from the
 first to the last, in a float32 accumulator, whatever the number of columns: its
@@ -33,7 +34,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul import reference, routing, tiles
+from pallas_kernels.grouped_matmul import (
+  grouping,
+  reference,
+  routing,
+  tiles,
+)
 from pallas_kernels.quantized import QuantizedArray
 
 __all__ = ('expert_mlp', 'run', 'supported')
@@ -135,8 +141,8 @@ def _run(
   # neighbours along the first axis: gate and up, or rows 0.. and 64..
   gate_up = gate_up.reshape(experts * 2, inner, hidden)
   down = down.reshape(experts * (hidden // _TILE), _TILE, inner)
-  ids, weights = routing.merge_repeats(expert_ids, expert_weights, experts)
   if cut.dense:
+    ids, _ = routing.merge_repeats(expert_ids, expert_weights, experts)
     # A single token's kernels find its experts themselves: a launch before
     # them would cost a twentieth of their time.
     mask = None if x.shape[0] == 1 else routing.touched(ids, experts)
@@ -147,7 +153,11 @@ def _run(
       x = jnp.pad(x, ((0, cut.width - x.shape[0]), (0, 0)))
     rows = min(experts, ids.size) * cut.width
   else:
-    tables, x, places = routing.group(x, ids, weights, experts, cut.width)
+    routed = x, expert_ids, expert_weights, experts
+    if grouping.supported(x.shape[0], hidden, experts, cut):
+      tables, x, places = grouping.group(*routed, cut, interpret)
+    else:
+      tables, x, places = routing.group(*routed, cut.width)
     rows = x.shape[0]
   shape = tiles.Shape(experts, hidden, inner, rows, *expert_ids.shape)
   call = functools.partial(_call, shape, cut, interpret, tables)
