@@ -58,8 +58,10 @@ DRAFTER_RECIPE = DrafterRecipe(
   block_size=16,
   target_layer_ids=(1, 3, 5, 7),
   anchors=64,
-  gamma=5.0,
-  hard_weight=0.5,
+  # A slot counts as far as the drafter gets there, instead of by its depth.
+  gamma=100.0,
+  prefix_power=0.5,
+  hard_weight=1.0,
   rollouts=24576,
   rollout_share=0.5,
   rollout_tokens=192,

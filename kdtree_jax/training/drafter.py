@@ -166,6 +166,7 @@ class DraftTask:
       batch,
       anchors._replace(valid=anchors.valid & live),
       gamma=self.recipe.gamma,
+      prefix_power=self.recipe.prefix_power,
       hard_weight=self.recipe.hard_weight,
     )
 

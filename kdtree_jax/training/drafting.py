@@ -191,6 +191,7 @@ def draft_loss(
   anchors: Anchors,
   *,
   gamma: float,
+  prefix_power: float,
   hard_weight: float,
 ) -> DraftLoss:
   """How far the drafter is from the frozen target, teacher-forced.
@@ -203,6 +204,14 @@ def draft_loss(
 
     (1 - hard_weight) KL(p || q) - hard_weight log q(argmax p).
 
+  The loss is the mean over slots by the weights
+
+    exp(-(k - 1) / gamma) (q(t_1) .. q(t_{k-1}))^prefix_power
+
+  with the text's own tokens t behind the anchor, and no gradient through them:
+  a slot matters as far as the drafter would get there. At prefix_power 1 the
+  products are how often a draft that is drawn from q is accepted so far.
+
   Args:
     drafter: the architecture.
     params: of the drafter, in the dtype to compute in.
@@ -212,6 +221,7 @@ def draft_loss(
     batch: B sequences of T tokens.
     anchors: A in each.
     gamma: of `position_weights`.
+    prefix_power: at least 0; 0 weighs by depth alone.
     hard_weight: 0..1.
   """
   head = target_head(target, target_params)
@@ -221,39 +231,54 @@ def draft_loss(
   ahead = jnp.arange(depth, dtype=jnp.int32)
   index = anchors.index[:, :, None] + ahead[None, None, :]
   valid = has_target(batch, anchors, depth)
-  index = jnp.minimum(index, batch.tokens.shape[1] - 1)
+  last = batch.tokens.shape[1] - 1
+  index = jnp.minimum(index, last)
+  by_depth = jnp.asarray(position_weights(depth, gamma))
   frozen = {'params': lax.stop_gradient(target_params)}
 
   def of_sequence(operands):
-    hidden, index, drafted, valid = operands
+    hidden, tokens, index, drafted, valid = operands
     logits = target.apply(frozen, hidden[index], method='logits')
     log_p = jax.nn.log_softmax(lax.stop_gradient(logits), axis=-1)
     log_q = jax.nn.log_softmax(unembed(drafted), axis=-1)
     best = jnp.argmax(log_p, axis=-1)
     ids = lax.broadcasted_iota(best.dtype, log_p.shape, log_p.ndim - 1)
+
+    def log_q_of(chosen):
+      # A sum, not a gather: its gradient is no scatter, and both fuse.
+      return jnp.where(ids == chosen[..., None], log_q, 0.0).sum(axis=-1)
+
     divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-    # A sum, not a gather: its gradient is no scatter, and both fuse.
-    hard = -jnp.where(ids == best[..., None], log_q, 0.0).sum(axis=-1)
-    slots = (1 - hard_weight) * divergence + hard_weight * hard
+    slots = (1 - hard_weight) * divergence
+    slots = slots - hard_weight * log_q_of(best)
+    text = tokens[jnp.minimum(index + 1, last)].astype(best.dtype)
+    said = lax.stop_gradient(log_q_of(text))
+    before = jnp.cumsum(said, axis=-1) - said
+    weights = by_depth[None, :] * jnp.exp(prefix_power * before)
     matches = best == jnp.argmax(log_q, axis=-1)
-    sums = [
+    return [
       jnp.where(valid, x, 0.0).sum(axis=0)
-      for x in (slots, divergence, matches.astype(jnp.float32))
+      for x in (
+        weights * slots,
+        weights,
+        divergence,
+        matches.astype(jnp.float32),
+        jnp.ones_like(divergence),
+      )
     ]
-    return (*sums, valid.sum(axis=0).astype(jnp.float32))
 
   per_sequence = anchors.index.shape[1] * depth * target.config.vocab_size
   at_once = max(1, LOGITS_AT_ONCE // per_sequence)
-  operands = (out.hidden, index, drafted, valid)
+  operands = (out.hidden, batch.tokens, index, drafted, valid)
   if at_once >= len(out.hidden):
     sums = jax.vmap(of_sequence)(operands)
   else:
     # In pieces, and again in the backward pass: the logits fill no memory.
     sums = lax.map(jax.checkpoint(of_sequence), operands, batch_size=at_once)
-  slots, divergence, matches, count = (x.sum(axis=0) for x in sums)
-  weights = jnp.asarray(position_weights(depth, gamma))
-  total = jnp.maximum((weights * count).sum(), 1.0)
-  return DraftLoss((weights * slots).sum() / total, divergence, matches, count)
+  slots, weights, divergence, matches, count = (x.sum(axis=0) for x in sums)
+  # The first slot of an anchor weighs 1: no less, unless there is none.
+  loss = slots.sum() / jnp.maximum(weights.sum(), 1.0)
+  return DraftLoss(loss, divergence, matches, count)
 
 
 def has_target(batch: PackedBatch, anchors: Anchors, depth: int) -> jax.Array:

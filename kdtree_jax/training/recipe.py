@@ -100,6 +100,8 @@ class DrafterRecipe(TrainRecipe):
     target_layer_ids: taps; None: one a drafter's layer, by z-lab's rule.
     anchors: blocks of a sequence, at most its length.
     gamma: of the weights exp(-(k - 1) / gamma) of the depths k.
+    prefix_power: how much a slot's weight depends on how probable the drafter
+      finds what stands before it; 0 for not at all; see `drafting.draft_loss`.
     hard_weight: share of the target's best token in what a slot is held to;
       see `drafting.draft_loss`.
     rollouts: prompts from the corpus that the target continues before the
@@ -120,6 +122,7 @@ class DrafterRecipe(TrainRecipe):
   target_layer_ids: tuple[int, ...] | None = None
   anchors: int = 64
   gamma: float = 4.0
+  prefix_power: float = 0.0
   hard_weight: float = 0.5
   rollouts: int = 0
   rollout_share: float = 0.5
@@ -146,6 +149,8 @@ class DrafterRecipe(TrainRecipe):
         )
     if self.gamma <= 0:
       raise UserError(f'recipe: gamma={self.gamma} is not positive')
+    if self.prefix_power < 0:
+      raise UserError(f'recipe: prefix_power={self.prefix_power} is below 0')
     if self.rollouts and not self.temperatures:
       raise UserError('recipe: temperatures is empty')
 

@@ -169,11 +169,11 @@ def test_slots_beyond_the_document_have_no_target():
 
 
 def loss_and_gradient():
-  """Compiles them, of parameters and of the share of hard targets."""
+  """Compiles them, of parameters, share of hard targets and prefix power."""
   target, drafter, _ = trained()
   model = Transformer(target.config, drafter.tap_layers)
 
-  def run(params, hard_weight):
+  def run(params, hard_weight, prefix_power=0.0):
     batch = pack(jnp.asarray(windows()), END)
     out = drafting.frozen_forward(model, target.params, batch)
     anchors = drafting.sample_anchors(jax.random.key(0), batch, 5)
@@ -186,6 +186,7 @@ def loss_and_gradient():
       batch,
       anchors,
       gamma=2.0,
+      prefix_power=prefix_power,
       hard_weight=hard_weight,
     )
     return result.loss, result
@@ -210,6 +211,34 @@ def test_the_loss_is_the_weighted_divergence(monkeypatch):
   assert np.isclose(half, again, rtol=1e-6)
   for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
     assert np.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_slot_weighs_as_much_as_its_prefix_is_probable():
+  target, drafter, params = trained()
+  model = Transformer(target.config, drafter.tap_layers)
+  batch = pack(jnp.asarray(windows()), END)
+  out = drafting.frozen_forward(model, target.params, batch)
+  anchors = drafting.sample_anchors(jax.random.key(0), batch, 5)
+  head = drafting.target_head(model, target.params)
+  log_q = jax.nn.log_softmax(
+    drafting.draft_logits(drafter, params, head, out.features, batch, anchors)
+  )
+  variables = {'params': target.params}
+  best = model.apply(variables, out.hidden, method='logits').argmax(axis=-1)
+  valid = np.asarray(drafting.has_target(batch, anchors, 7))
+  total, weight = 0.0, 0.0
+  for row, a, k in zip(*np.nonzero(valid), strict=True):
+    at = int(anchors.index[row, a]) + k
+    slots = np.asarray(log_q[row, a])
+    before = [slots[i, windows()[row, at - k + i + 1]] for i in range(k)]
+    here = np.exp(-k / 2.0 + 0.5 * np.sum(before))
+    total -= here * slots[k, best[row, at]]
+    weight += here
+  (loss, _), gradient = loss_and_gradient()(params, 1.0, 0.5)
+  assert np.isclose(loss, total / weight, rtol=1e-4)
+  (plain, _), _ = loss_and_gradient()(params, 1.0)
+  assert not np.isclose(loss, plain, rtol=1e-3)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
 
 
 def test_the_gradient_of_attention_is_that_of_a_plain_softmax():

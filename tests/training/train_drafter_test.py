@@ -247,6 +247,7 @@ def test_rollouts_have_their_share_as_documents():
     ({'anchors': 33}, 'anchors=33 is not in 1..32'),
     ({'block_size': 1}, 'block_size=1 is not in 2..32'),
     ({'gamma': 0.0}, 'gamma=0.0 is not positive'),
+    ({'prefix_power': -0.5}, 'prefix_power=-0.5 is below 0'),
     ({'hard_weight': 1.5}, 'hard_weight=1.5 is not in 0..1'),
     ({'prompt_tokens': 32}, 'prompt_tokens=32 is not in 1..31'),
     ({'temperatures': ()}, 'temperatures is empty'),
