@@ -33,7 +33,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul import reference, routing, tiles
+from pallas_kernels.grouped_matmul import (
+  grouping,
+  reference,
+  routing,
+  tiles,
+)
 from pallas_kernels.quantized import QuantizedArray
 
 __all__ = ('expert_mlp', 'run', 'supported')
@@ -135,8 +140,8 @@ def _run(
   # neighbours along the first axis: gate and up, or rows 0.. and 64..
   gate_up = gate_up.reshape(experts * 2, inner, hidden)
   down = down.reshape(experts * (hidden // _TILE), _TILE, inner)
-  ids, weights = routing.merge_repeats(expert_ids, expert_weights, experts)
   if cut.dense:
+    ids, _ = routing.merge_repeats(expert_ids, expert_weights, experts)
     # A single token's kernels find its experts themselves: a launch before
     # them would cost a twentieth of their time.
     mask = None if x.shape[0] == 1 else routing.touched(ids, experts)
@@ -147,7 +152,14 @@ def _run(
       x = jnp.pad(x, ((0, cut.width - x.shape[0]), (0, 0)))
     rows = min(experts, ids.size) * cut.width
   else:
-    tables, x, places = routing.group(x, ids, weights, experts, cut.width)
+    group = routing.group
+    if grouping.supported(x.shape[0], hidden, experts, cut.blocks):
+      group = functools.partial(
+        grouping.group, blocks=cut.blocks, interpret=interpret
+      )
+    tables, x, places = group(
+      x, expert_ids, expert_weights, experts, cut.width
+    )
     rows = x.shape[0]
   shape = tiles.Shape(experts, hidden, inner, rows, *expert_ids.shape)
   call = functools.partial(_call, shape, cut, interpret, tables)

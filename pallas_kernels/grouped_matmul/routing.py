@@ -123,6 +123,13 @@ def _in_expert_order(ids, rows, experts) -> Places:
   return [(jnp.maximum(row, 0), row >= 0) for row in ordered]
 
 
+def sizes(pairs: int, experts: int, width: int) -> tuple[int, int]:
+  """R and Q of `group`: rows and entries of the table, at most."""
+  busy = min(experts, pairs)
+  rows = round_up(pairs + busy * (ALIGN - 1), ALIGN)
+  return rows, busy + pairs // width
+
+
 def group(
   x: jax.Array, ids: jax.Array, weights: jax.Array, experts: int, width: int
 ) -> tuple[tuple[jax.Array, ...], jax.Array, Places]:
@@ -133,8 +140,8 @@ def group(
 
   Args:
     x: `[T, H]`.
-    ids: `[T, K]` int32 of `merge_repeats`.
-    weights: `[T, K]` float32 of `merge_repeats`.
+    ids: `[T, K]` int32, any values.
+    weights: `[T, K]` float32.
     experts: E.
     width: rows of a tile.
 
@@ -145,6 +152,7 @@ def group(
     `[R + width]` float32.
     Then the rows of x in that order, `[R, H]`; and the places.
   """
+  ids, weights = merge_repeats(ids, weights, experts)
   pairs, choices = ids.size, ids.shape[1]
   flat = ids.reshape(-1)
   every = jnp.arange(experts, dtype=jnp.int32)
@@ -152,15 +160,14 @@ def group(
   start = _sums_before(-(-count // ALIGN))
   tiles = -(-count // width)
   first = _sums_before(tiles)
-  busy = min(experts, pairs)
-  capacity = round_up(pairs + busy * (ALIGN - 1), ALIGN)
+  capacity, entries = sizes(pairs, experts, width)
   place = start[jnp.minimum(flat, experts - 1)] * ALIGN + offset
   place = jnp.where(flat < experts, place, capacity)
   pair = jnp.zeros((capacity,), jnp.int32)
   pair = pair.at[place].set(
     jnp.arange(pairs, dtype=jnp.int32), mode='drop', unique_indices=True
   )
-  items = jnp.arange(busy + pairs // width, dtype=jnp.int32)
+  items = jnp.arange(entries, dtype=jnp.int32)
   passed = (first + tiles)[None] <= items[:, None]
   owner = jnp.minimum(jnp.sum(passed, 1, dtype=jnp.int32), experts - 1)
   table = jnp.stack([every, first, tiles, start, count], axis=1)[owner]
