@@ -157,9 +157,7 @@ def _run(
       group = functools.partial(
         grouping.group, blocks=cut.blocks, interpret=interpret
       )
-    tables, x, places = group(
-      x, expert_ids, expert_weights, experts, cut.width
-    )
+    tables, x, places = group(x, expert_ids, expert_weights, experts, cut.width)
     rows = x.shape[0]
   shape = tiles.Shape(experts, hidden, inner, rows, *expert_ids.shape)
   call = functools.partial(_call, shape, cut, interpret, tables)
