@@ -1,11 +1,15 @@
 """Which rows go to which experts, on a Hopper GPU: `routing.group`, one launch.
 
-In a captured graph every small op costs as much as this kernel, and XLA needs
-about fifteen. Every block has some tokens, and finds out by itself what it must
-know of all others: their number on each expert, by which its own rows' places
-follow. Counting is by sets: a token's experts are the bits of a few words, so
-that what occurs twice or is no expert needs no care, and a lane of a tile of
-64 experts by 32 tokens looks at one bit.
+XLA needs about a dozen small ops for it, each of which costs as much in a
+captured graph as this kernel. Every block has some tokens, and finds out by
+itself what it must know of all others: their number on each expert, from which
+the places of its own rows follow.
+
+Counting is by sets: a token's experts are bits of a few words, so that repeats
+and what is no expert need no care, and one bit is looked at for each of 64
+experts by 32 tokens at a time. Only threads that hold the same expert's counts
+are ever summed over: sums over a whole warpgroup share their shared memory with
+those of the other warpgroups.
 """
 
 import functools
@@ -17,58 +21,60 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul import routing
+from pallas_kernels.grouped_matmul import routing, tiles
 
 __all__ = ('group', 'supported')
 
-_MAX_TOKENS = 1056  # Every block counts them all; 8 for each of 132 blocks.
+_MAX_TOKENS = 1056  # Every block counts them all. (8 for each of 132 blocks.)
 _SHARED_BYTES = 232448 - 2048
 _LANES = 128  # Threads of a warpgroup, and the narrowest vector.
 _EXPERTS = 64  # Of a tile that counts: two words of 32.
 _TOKENS = 32  # Of such a tile.
-_PIECE = 64  # A row is copied as [H / 64, 64]: no side of a copy exceeds 256.
+_PIECE = 64  # A row is copied as [H / 64, 64]:
+_MAX_SIDE = 256  # no side of a copy may be longer.
 _LAYOUT = plgpu.Layout.WGMMA
 
 
-def supported(tokens: int, hidden: int, experts: int, blocks: int) -> bool:
+def supported(tokens: int, hidden: int, experts: int, cut: tiles.Plan) -> bool:
   """Whether `group` takes these sizes."""
-  words = routing.round_up(experts, _EXPERTS) // 32
-  masks = words * _padded(tokens)[1] * 4
-  rows = pl.cdiv(tokens, blocks) * hidden * 2
+  own = pl.cdiv(tokens, cut.blocks)
+  lanes = routing.round_up(experts, _EXPERTS)
+  masks = lanes // 32 * _padded(tokens, cut.groups)
+  shared = own * hidden * 2 + (masks + lanes * (cut.groups + 2)) * 4
   return (
     tokens <= _MAX_TOKENS
-    and hidden <= 256 * _PIECE
-    and pl.cdiv(tokens, blocks) <= 256
-    and masks + rows <= _SHARED_BYTES - words * 32 * 8
+    and own <= _MAX_SIDE
+    and hidden <= _MAX_SIDE * _PIECE
+    and shared <= _SHARED_BYTES
   )
 
 
-def _padded(tokens: int) -> tuple[int, int]:
-  """How many tokens a step of `_write_masks` takes, and all steps."""
-  steps = pl.cdiv(tokens, 4 * _LANES)
-  step = routing.round_up(pl.cdiv(tokens, steps), _LANES)
-  return step, step * steps
+def _step(tokens: int, groups: int) -> int:
+  """How many tokens a warpgroup makes sets of."""
+  return routing.round_up(pl.cdiv(tokens, groups), _LANES)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _padded(tokens: int, groups: int) -> int:
+  return routing.round_up(tokens, _step(tokens, groups))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def group(
   x: jax.Array,
   ids: jax.Array,
   weights: jax.Array,
   experts: int,
-  width: int,
-  blocks: int,
+  cut: tiles.Plan,
   interpret: Any = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, routing.Places]:
-  """`routing.group` of what `routing.merge_repeats` makes of the arguments.
+  """What `routing.group` makes of the same, but for what nobody looks at.
 
   Args:
     x: `[T, H]` bfloat16, H a multiple of 64.
     ids: `[T, K]` int32, any values.
     weights: `[T, K]` float32.
     experts: E.
-    width: rows of a tile.
-    blocks: how many blocks share the tokens, at most.
+    cut: the op's plan.
     interpret: parameters of the interpreter, or None.
 
   Returns:
@@ -76,10 +82,10 @@ def group(
     rows (and weights) that belong to no token are not written.
   """
   (tokens, choices), hidden = ids.shape, x.shape[1]
-  own = pl.cdiv(tokens, blocks)
+  own = pl.cdiv(tokens, cut.blocks)
   lanes = routing.round_up(experts, _EXPERTS)
-  padded = _padded(tokens)[1]
-  capacity, entries = routing.sizes(tokens * choices, experts, width)
+  padded = _padded(tokens, cut.groups)
+  capacity, entries = routing.sizes(tokens * choices, experts, cut.width)
   # One fusion with what made the ids. Columns, as a lane takes a token.
   valid = (ids >= 0) & (ids < experts)
   columns = jnp.pad(
@@ -90,23 +96,27 @@ def group(
   pieces = (hidden // _PIECE, _PIECE)
   counts = plgpu.SMEM((lanes,), jnp.int32)
   kernel = plgpu.kernel(
-    functools.partial(_kernel, own=own, experts=experts, width=width),
+    functools.partial(_kernel, own=own, experts=experts, width=cut.width),
     out_type=(
       jax.ShapeDtypeStruct((entries, 5), jnp.int32),
       jax.ShapeDtypeStruct((1,), jnp.int32),
-      jax.ShapeDtypeStruct((capacity + width,), jnp.float32),
+      jax.ShapeDtypeStruct((capacity + cut.width,), jnp.float32),
       jax.ShapeDtypeStruct((capacity, *pieces), x.dtype),
       jax.ShapeDtypeStruct((choices, tokens), jnp.int32),
     ),
     scratch_types=dict(
       rows=plgpu.SMEM((own, *pieces), x.dtype),
       loaded=plgpu.Barrier(),
+      together=plgpu.Barrier(num_arrivals=cut.groups),
       masks=plgpu.SMEM((lanes // 32, padded), jnp.int32),
+      partial=plgpu.SMEM((cut.groups, lanes), jnp.int32),
       counts=counts,
       starts=counts,
     ),
     grid=(pl.cdiv(tokens, own),),
     grid_names=('block',),
+    num_threads=cut.groups,
+    thread_name='group',
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Warpgroup
     ),
@@ -121,44 +131,49 @@ def group(
 
 def _kernel(
   ids, weights, x, table, number, row_weights, out, places, *, rows, loaded,
-  masks, counts, starts, own, experts, width,
+  together, masks, partial, counts, starts, own, experts, width,
 ):  # fmt: skip
   """One block's part.
 
-  Packed in the halves of a word are, in `counts`, the tokens of an expert and
-  those of them before this block's; in `starts` its first row, in units of
-  `ALIGN`, and its first tile.
+  Packed in the halves of a word are, in `partial` and `counts`, the tokens of
+  an expert and those of them before this block's; in `starts` an expert's first
+  row, in units of `ALIGN`, and its first tile.
   """
-  block = lax.axis_index('block')
-  blocks = pl.cdiv(weights.shape[0], own)
+  tokens = weights.shape[0]
+  block, group = lax.axis_index('block'), lax.axis_index('group')
+  groups = lax.axis_size('group')
+  step = _step(tokens, groups)
   first = block * own
-  plgpu.copy_gmem_to_smem(x.at[pl.ds(first, own)], rows, loaded)
-  _write_masks(ids, masks)
-  total = _count(masks, counts, starts, first, weights.shape[0], width)
 
-  @pl.when(block == 0)
+  def meet():
+    plgpu.barrier_arrive(together)
+    plgpu.barrier_wait(together)
+
+  @pl.when(group == 0)
   def _():
-    number[0] = total >> 16
+    plgpu.copy_gmem_to_smem(x.at[pl.ds(first, own)], rows, loaded)
 
-  def write_entries(i, _):
-    expert = block + i * blocks
-    count, start = counts[expert] & 0xFFFF, starts[expert]
-    tiles = lax.div(count + width - 1, jnp.int32(width))
+  @pl.when(group * step < tokens)
+  def _():
+    _write_masks(ids, masks, pl.ds(group * step, step))
 
-    def write(tile, _):
-      entry = (start >> 16) + tile
-      fields = (expert, start >> 16, tiles, start & 0xFFFF, count)
-      for field, value in enumerate(fields):
-        table[entry, field] = value
+  meet()
+  _count(masks, partial, group, first, tokens)
+  meet()
 
-    lax.fori_loop(0, tiles, write, None)
+  @pl.when(group == 0)
+  def _():
+    total = _write_starts(partial, counts, starts, width)
 
-  lax.fori_loop(
-    0, lax.div(experts - block + blocks - 1, blocks), write_entries, None
-  )
+    @pl.when(block == 0)
+    def _():
+      number[0] = total >> 16
+
+  meet()
+  _write_entries(counts, starts, table, block, group, experts, width)
   plgpu.barrier_wait(loaded)
 
-  def write_rows(i, _):
+  def write_row(i, _):
     token = first + i
     for slot, place, weight, here in _places(
       ids, weights, masks, counts, starts, first, token
@@ -170,62 +185,99 @@ def _kernel(
         row_weights[place] = weight
         plgpu.copy_smem_to_gmem(rows.at[i], out.at[place])
 
-  last = jnp.minimum(own, weights.shape[0] - first)
-  lax.fori_loop(0, last, write_rows, None)
+  _each(group, jnp.minimum(own, tokens - first), groups, write_row)
   plgpu.wait_smem_to_gmem(0)
 
 
-def _write_masks(ids, masks):
-  """The tokens' experts `[K, T]`, as sets `[E / 32, T]`."""
-  step = _padded(ids.shape[1])[0]
-
-  def one(i, _):
-    tokens = pl.ds(i * step, step)
-    columns = [ids[k, tokens] for k in range(ids.shape[0])]
-    bits = [lax.shift_left(jnp.ones_like(c), c & 31) for c in columns]
-    columns = [c >> 5 for c in columns]
-
-    def word(w, _):
-      mask = jnp.zeros_like(bits[0])
-      for column, bit in zip(columns, bits, strict=True):
-        mask |= jnp.where(column == w, bit, 0)
-      masks[w, tokens] = mask
-
-    lax.fori_loop(0, masks.shape[0], word, None)
-
-  lax.fori_loop(0, ids.shape[1] // step, one, None)
+def _each(first, end, step, body):
+  """`body(i, None)` for every i of a range."""
+  number = lax.div(end - first + (step - 1), jnp.int32(step))
+  lax.fori_loop(0, number, lambda i, _: body(first + i * step, None), None)
 
 
-def _count(masks, counts, starts, first, tokens, width):
-  """Fills `counts` and `starts`; returns what would be the next start."""
+def _write_masks(ids, masks, tokens):
+  """Some tokens' experts `[K, T]`, as sets `[E / 32, T]`."""
+  columns = [ids[k, tokens] for k in range(ids.shape[0])]
+  bits = [lax.shift_left(jnp.ones_like(c), c & 31) for c in columns]
+  columns = [c >> 5 for c in columns]
+
+  def word(w, _):
+    mask = jnp.zeros_like(bits[0])
+    for column, bit in zip(columns, bits, strict=True):
+      mask |= jnp.where(column == w, bit, 0)
+    masks[w, tokens] = mask
+
+  lax.fori_loop(0, masks.shape[0], word, None)
+
+
+def _iota(shape, dimension):
+  return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=_LAYOUT)
+
+
+def _count(masks, partial, group, first, tokens):
+  """Fills a warpgroup's part of `partial`: every so many-th step of tokens."""
+  groups = partial.shape[0]
   shape = (_EXPERTS, _TOKENS)
-  expert = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_LAYOUT)
-  token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
-  square = (_EXPERTS, _EXPERTS)
-  row = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=_LAYOUT)
-  column = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=_LAYOUT)
+  expert, token = _iota(shape, 0), _iota(shape, 1)
+  bit = lax.shift_left(jnp.ones_like(expert), expert & 31)
+  bits = jnp.where(expert < 32, bit, 0), jnp.where(expert < 32, 0, bit)
+
+  def tile(i, _):
+    def add(j, total):
+      start = (group + j * groups) * _TOKENS
+      lower, upper = (
+        _columns(masks.at[i * 2 + half, pl.ds(start, _TOKENS)], shape)
+        & bits[half]
+        for half in range(2)
+      )
+      one = jnp.where(token < first - start, 0x10001, 1)
+      return total + jnp.where((lower | upper) != 0, one, 0)
+
+    steps = pl.cdiv(tokens, _TOKENS)
+    number = lax.div(steps - group + (groups - 1), jnp.int32(groups))
+    total = lax.fori_loop(0, number, add, jnp.zeros_like(token))
+    partial[group, pl.ds(i * _EXPERTS, _EXPERTS)] = jnp.sum(total, axis=1)
+
+  lax.fori_loop(0, partial.shape[1] // _EXPERTS, tile, None)
+
+
+def _write_starts(partial, counts, starts, width):
+  """Fills `counts` and `starts`; returns what would be the next start."""
+  shape = (_EXPERTS, _EXPERTS)
+  earlier = _iota(shape, 1) < _iota(shape, 0)
 
   def tile(i, base):
-    def add(j, total):
-      at = pl.ds(j * _TOKENS, _TOKENS)
-      lower, upper = (
-        _columns(masks.at[i * 2 + half, at], shape) for half in range(2)
-      )
-      word = jnp.where(expert < 32, lower, upper)
-      bit = lax.shift_right_logical(word, expert & 31) & 1
-      one = jnp.where(token < first - j * _TOKENS, 0x10001, 1)
-      return total + bit * one
-
-    zeros = jnp.where(expert < 0, 1, 0)
-    total = lax.fori_loop(0, pl.cdiv(tokens, _TOKENS), add, zeros)
     here = pl.ds(i * _EXPERTS, _EXPERTS)
-    counts[here] = jnp.sum(total, axis=1)
-    sizes = _size(_columns(counts.at[here], square) & 0xFFFF, width)
-    starts[here] = jnp.sum(jnp.where(column < row, sizes, 0), axis=1) + base
+    parts = [partial.at[g, here] for g in range(partial.shape[0])]
+    counts[here] = sum(
+      plgpu.load(part, layout=_LAYOUT.reduce(1), optimized=False)
+      for part in parts
+    )
+    sizes = _size(_columns(counts.at[here], shape) & 0xFFFF, width)
+    starts[here] = jnp.sum(jnp.where(earlier, sizes, 0), axis=1) + base
     last = (i + 1) * _EXPERTS - 1
     return starts[last] + _size(counts[last] & 0xFFFF, width)
 
   return lax.fori_loop(0, counts.shape[0] // _EXPERTS, tile, jnp.int32(0))
+
+
+def _write_entries(counts, starts, table, block, group, experts, width):
+  """Writes the entries of this warpgroup's experts."""
+  blocks, groups = lax.axis_size('block'), lax.axis_size('group')
+
+  def write_entries(expert, _):
+    count, start = counts[expert] & 0xFFFF, starts[expert]
+    number = _size(count, width) >> 16
+
+    def write(tile, _):
+      entry = (start >> 16) + tile
+      fields = (expert, start >> 16, number, start & 0xFFFF, count)
+      for field, value in enumerate(fields):
+        table[entry, field] = value
+
+    lax.fori_loop(0, number, write, None)
+
+  _each(group * blocks + block, experts, blocks * groups, write_entries)
 
 
 def _columns(ref, shape):
@@ -239,8 +291,8 @@ def _size(count, width):
   """What an expert of `count` rows adds to `starts`."""
   units = (count + (routing.ALIGN - 1)) >> 4
   # A division by the width, exact for such small numbers.
-  tiles = ((count + (width - 1)) * -(-(1 << 20) // width)) >> 20
-  return units | (tiles << 16)
+  parts = ((count + (width - 1)) * -(-(1 << 20) // width)) >> 20
+  return units | (parts << 16)
 
 
 def _places(ids, weights, masks, counts, starts, first, token):

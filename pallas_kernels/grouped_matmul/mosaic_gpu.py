@@ -13,7 +13,8 @@ Two ways to give a tile its columns:
   expert. Columns do not see each other, so what nobody asked for is not looked
   at again, and nothing has to be gathered.
 * *grouped*: the (token, expert) pairs are sorted by expert, each expert's rows
-  start at a multiple of 16, and a tile takes the next `width` of them.
+  start at a multiple of 16, and a tile takes the next `width` of them. A
+  kernel of its own sorts them, see `grouping`; thousands of tokens XLA's ops.
 
 An output element is the sum over a whole row of weights, 16 at a time from the
 first to the last, in a float32 accumulator, whatever the number of columns: its
@@ -152,12 +153,11 @@ def _run(
       x = jnp.pad(x, ((0, cut.width - x.shape[0]), (0, 0)))
     rows = min(experts, ids.size) * cut.width
   else:
-    group = routing.group
-    if grouping.supported(x.shape[0], hidden, experts, cut.blocks):
-      group = functools.partial(
-        grouping.group, blocks=cut.blocks, interpret=interpret
-      )
-    tables, x, places = group(x, expert_ids, expert_weights, experts, cut.width)
+    routed = x, expert_ids, expert_weights, experts
+    if grouping.supported(x.shape[0], hidden, experts, cut):
+      tables, x, places = grouping.group(*routed, cut, interpret)
+    else:
+      tables, x, places = routing.group(*routed, cut.width)
     rows = x.shape[0]
   shape = tiles.Shape(experts, hidden, inner, rows, *expert_ids.shape)
   call = functools.partial(_call, shape, cut, interpret, tables)

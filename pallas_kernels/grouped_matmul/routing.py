@@ -1,7 +1,8 @@
 """Which rows go to which experts, and their results back: what XLA does.
 
 Every op here is one small fusion, so what is short is what is fast: sums of
-one-hot comparisons, no sorts and no scans.
+one-hot comparisons, no sorts and no scans. Of more than a few tokens and fewer
+than thousands a kernel does the work of `group`, see `grouping`.
 """
 
 import jax

@@ -34,6 +34,7 @@ class Plan:
     stages: tiles of weights in flight, at most.
     cluster: blocks that take neighbouring tiles of weights at the same time and
       load the columns, which they share, once, by multicast.
+    groups: warpgroups of a block that groups rows by expert, see `grouping`.
   """
 
   dense: bool
@@ -42,6 +43,7 @@ class Plan:
   blocks: int
   stages: int = 16
   cluster: int = 1
+  groups: int = 4
 
   @property
   def width(self) -> int:

@@ -7,11 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels.grouped_matmul import grouping, routing
+from pallas_kernels.grouped_matmul import grouping, routing, tiles
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 H, WIDTH = 128, 48
+
+
+def plan(blocks):
+  """The interpreter wants a core for every warpgroup that waits for others."""
+  return tiles.Plan(False, WIDTH, 1, blocks, groups=2)
 
 
 def make_inputs(ids, seed=0):
@@ -23,7 +29,7 @@ def make_inputs(ids, seed=0):
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def interpreted(x, ids, weights, experts, blocks):
-  return grouping.group(x, ids, weights, experts, WIDTH, blocks, INTERPRET)
+  return grouping.group(x, ids, weights, experts, plan(blocks), INTERPRET)
 
 
 def seen(tables, rows, places):
@@ -46,9 +52,54 @@ def check(ids, experts, blocks):
 
 @pytest.mark.parametrize(
   ('tokens', 'choices', 'experts', 'blocks'),
-  [(17, 6, 64, 5), (31, 1, 5, 4), (65, 8, 384, 9), (33, 3, 130, 33)],
+  [(31, 1, 5, 4), (65, 3, 64, 5), (17, 8, 384, 3), (140, 1, 130, 2)],
 )
 def test_is_what_xla_makes(tokens, choices, experts, blocks):
   """Ids at random: repeats, experts without rows, ids of no expert."""
   rng = np.random.default_rng(tokens)
   check(rng.integers(-2, experts + 3, (tokens, choices)), experts, blocks)
+
+
+@pytest.mark.parametrize('ids', [(1, 1), (0, 2), (-1, 3), (2, 0)])
+def test_all_rows_on_the_same_experts(ids):
+  """Of three: one, two, none, two the other way round."""
+  check(np.tile(ids, (17, 1)), 3, 2)
+
+
+def test_repeats_add_up_in_the_same_order():
+  rng = np.random.default_rng(0)
+  check(rng.integers(0, 2, (18, 5)), 2, 2)
+
+
+def test_twice_the_same_bits():
+  rng = np.random.default_rng(0)
+  inputs = make_inputs(rng.integers(0, 64, (20, 4)))
+  once, again = (seen(*interpreted(*inputs, 64, 2)) for _ in range(2))
+  jax.tree.map(np.testing.assert_array_equal, once, again)
+
+
+@pytest.mark.parametrize('tokens', [17, 65, 257, 1025, 1056])
+@pytest.mark.parametrize('model', [(6, 64, 2048), (8, 384, 7168)])
+def test_lowers_at_real_shapes(tokens, model):
+  choices, experts, hidden = model
+  device = AbstractDevice('NVIDIA H200', 132, 'gpu')
+  mesh = AbstractMesh((), (), abstract_device=device)
+  struct = jax.ShapeDtypeStruct
+  with jax.sharding.use_abstract_mesh(mesh):
+    cut = tiles.plan(tokens, choices, experts)
+    assert grouping.supported(tokens, hidden, experts, cut)
+    jax.jit(grouping.group, static_argnums=(3, 4)).trace(
+      struct((tokens, hidden), jnp.bfloat16),
+      struct((tokens, choices), jnp.int32),
+      struct((tokens, choices), jnp.float32),
+      experts,
+      cut,
+    ).lower(lowering_platforms=('cuda',))
+
+
+@pytest.mark.parametrize(
+  'size', [(1057, 2048, 64), (1056, 16448, 64), (1056, 16384, 64)]
+)
+def test_leaves_what_is_too_large_to_xla(size):
+  """Too many tokens; too long a row; rows that shared memory cannot hold."""
+  assert not grouping.supported(*size, tiles.Plan(False, 64, 1, 132))

@@ -15,7 +15,7 @@ from pallas_kernels.grouped_matmul import reference as plain
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 H, I, E, K = 192, 64, 5, 2  # noqa: E741  (three and one tiles of 64)
-Plan = functools.partial(tiles.Plan, blocks=2, stages=3)
+Plan = functools.partial(tiles.Plan, blocks=2, stages=3, groups=2)
 DENSE = Plan(dense=True, columns=16, consumers=1)
 GROUPED = Plan(dense=False, columns=16, consumers=1)
 WIDE = Plan(dense=False, columns=16, consumers=2)
