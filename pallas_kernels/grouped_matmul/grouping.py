@@ -58,13 +58,14 @@ def _padded(tokens: int, groups: int) -> int:
   return routing.round_up(tokens, _step(tokens, groups))
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def group(
   x: jax.Array,
   ids: jax.Array,
   weights: jax.Array,
   experts: int,
   cut: tiles.Plan,
+  front: int,
   interpret: Any = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, routing.Places]:
   """What `routing.group` makes of the same, but for what nobody looks at.
@@ -75,10 +76,13 @@ def group(
     weights: `[T, K]` float32.
     experts: E.
     cut: the op's plan.
+    front: 0, or at least T: so many rows come before the others, of which the
+      first T are x, with weight 1.
     interpret: parameters of the interpreter, or None.
 
   Returns:
-    See `routing.group`. Entries of the table from the number of tiles on and
+    See `routing.group`; places and first rows in the table do not count the
+    rows in front. Entries of the table from the number of tiles on and
     rows (and weights) that belong to no token are not written.
   """
   (tokens, choices), hidden = ids.shape, x.shape[1]
@@ -86,6 +90,7 @@ def group(
   lanes = routing.round_up(experts, _EXPERTS)
   padded = _padded(tokens, cut.groups)
   capacity, entries = routing.sizes(tokens * choices, experts, cut.width)
+  capacity += front
   # One fusion with what made the ids. Columns, as a lane takes a token.
   valid = (ids >= 0) & (ids < experts)
   columns = jnp.pad(
@@ -96,7 +101,9 @@ def group(
   pieces = (hidden // _PIECE, _PIECE)
   counts = plgpu.SMEM((lanes,), jnp.int32)
   kernel = plgpu.kernel(
-    functools.partial(_kernel, own=own, experts=experts, width=cut.width),
+    functools.partial(
+      _kernel, own=own, experts=experts, width=cut.width, front=front
+    ),
     out_type=(
       jax.ShapeDtypeStruct((entries, 5), jnp.int32),
       jax.ShapeDtypeStruct((1,), jnp.int32),
@@ -131,7 +138,7 @@ def group(
 
 def _kernel(
   ids, weights, x, table, number, row_weights, out, places, *, rows, loaded,
-  together, masks, partial, counts, starts, own, experts, width,
+  together, masks, partial, counts, starts, own, experts, width, front,
 ):  # fmt: skip
   """One block's part.
 
@@ -175,6 +182,9 @@ def _kernel(
 
   def write_row(i, _):
     token = first + i
+    if front:
+      row_weights[token] = jnp.float32(1.0)
+      plgpu.copy_smem_to_gmem(rows.at[i], out.at[token])
     for slot, place, weight, here in _places(
       ids, weights, masks, counts, starts, first, token
     ):
@@ -182,8 +192,8 @@ def _kernel(
 
       @pl.when(here)
       def _(place=place, weight=weight):
-        row_weights[place] = weight
-        plgpu.copy_smem_to_gmem(rows.at[i], out.at[place])
+        row_weights[front + place] = weight
+        plgpu.copy_smem_to_gmem(rows.at[i], out.at[front + place])
 
   _each(group, jnp.minimum(own, tokens - first), groups, write_row)
   plgpu.wait_smem_to_gmem(0)
