@@ -65,8 +65,8 @@ def group(
   weights: jax.Array,
   experts: int,
   cut: tiles.Plan,
-  front: int,
   interpret: Any = None,
+  front: int = 0,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, routing.Places]:
   """What `routing.group` makes of the same, but for what nobody looks at.
 
@@ -76,14 +76,15 @@ def group(
     weights: `[T, K]` float32.
     experts: E.
     cut: the op's plan.
+    interpret: parameters of the interpreter, or None.
     front: 0, or at least T: so many rows come before the others, of which the
       first T are x, with weight 1.
-    interpret: parameters of the interpreter, or None.
 
   Returns:
-    See `routing.group`; places and first rows in the table do not count the
-    rows in front. Entries of the table from the number of tiles on and
-    rows (and weights) that belong to no token are not written.
+    See `routing.group`. Entries of the table from the number of tiles on and
+    rows (and weights) that belong to no token are not written; a repeat leaves
+    a hole in its token's places. Places and the table's rows do not count the
+    rows in front.
   """
   (tokens, choices), hidden = ids.shape, x.shape[1]
   own = pl.cdiv(tokens, cut.blocks)
@@ -146,7 +147,7 @@ def _kernel(
   an expert and those of them before this block's; in `starts` an expert's first
   row, in units of `ALIGN`, and its first tile.
   """
-  tokens = weights.shape[0]
+  tokens, choices = weights.shape
   block, group = lax.axis_index('block'), lax.axis_index('group')
   groups = lax.axis_size('group')
   step = _step(tokens, groups)
@@ -180,22 +181,37 @@ def _kernel(
   _write_entries(counts, starts, table, block, group, experts, width)
   plgpu.barrier_wait(loaded)
 
-  def write_row(i, _):
-    token = first + i
-    if front:
-      row_weights[token] = jnp.float32(1.0)
-      plgpu.copy_smem_to_gmem(rows.at[i], out.at[token])
-    for slot, place, weight, here in _places(
-      ids, weights, masks, counts, starts, first, token
-    ):
-      places[slot, token] = jnp.where(here, place, -1)
+  own_tokens = jnp.minimum(own, tokens - first)
 
-      @pl.when(here)
-      def _(place=place, weight=weight):
-        row_weights[front + place] = weight
-        plgpu.copy_smem_to_gmem(rows.at[i], out.at[front + place])
+  def write_front(row, _):
+    row_weights[first + row] = jnp.float32(1.0)
+    plgpu.copy_smem_to_gmem(rows.at[row], out.at[first + row])
 
-  _each(group, jnp.minimum(own, tokens - first), groups, write_row)
+  if front:
+    _each(group, own_tokens, groups, write_front)
+
+  def write_row(pair, _):
+    # A loop over pairs, not unrolled over choices: code is loaded just once.
+    row, choice = lax.div(pair, choices), lax.rem(pair, choices)
+    token = first + row
+    here, slot, expert, weight = _look_up(ids, weights, token, choice)
+    here &= expert < counts.shape[0]
+    expert = jnp.minimum(expert, counts.shape[0] - 1)
+
+    def earlier(i, rank):
+      return rank + ((masks[expert >> 5, i] >> (expert & 31)) & 1)
+
+    rank = lax.shift_right_logical(counts[expert], jnp.int32(16))
+    rank = lax.fori_loop(first, token, earlier, rank)
+    place = (starts[expert] & 0xFFFF) * routing.ALIGN + rank
+    places[slot, token] = jnp.where(here, place, -1)
+
+    @pl.when(here)
+    def _():
+      row_weights[front + place] = weight
+      plgpu.copy_smem_to_gmem(rows.at[row], out.at[front + place])
+
+  _each(group, own_tokens * choices, groups, write_row)
   plgpu.wait_smem_to_gmem(0)
 
 
@@ -305,38 +321,21 @@ def _size(count, width):
   return units | (parts << 16)
 
 
-def _places(ids, weights, masks, counts, starts, first, token):
-  """Per choice of a token: its slot, its place, its weight, if it has any.
+def _look_up(ids, weights, token, choice):
+  """One of a token's choices, among the others.
 
-  The slots are the choices in order of expert; those of no expert come last.
+  Returns:
+    Whether it is the first of its expert, its number in the order of experts,
+    its expert, and the weight of this and later choices of it.
   """
-  choices = ids.shape[0]
-  expert = [ids[k, token] for k in range(choices)]
-  weight = [weights[token, k] for k in range(choices)]
-  here = []
-  for k in range(choices):
-    # `merge_repeats`: the same sums in the same order.
-    here.append(expert[k] < counts.shape[0])
-    for other in range(k):
-      here[k] &= expert[other] != expert[k]
-    for other in range(k + 1, choices):
-      same = expert[other] == expert[k]
-      weight[k] += jnp.where(same, weight[other], 0.0)
-  key = [
-    jnp.where(here[k], expert[k], counts.shape[0] + k) for k in range(choices)
-  ]
-  for k in range(choices):
-    slot = sum(
-      (key[other] < key[k]).astype(jnp.int32)
-      for other in range(choices)
-      if other != k
-    )
-    own = jnp.minimum(expert[k], counts.shape[0] - 1)
-
-    def earlier(i, rank, own=own):
-      return rank + ((masks[own >> 5, i] >> (own & 31)) & 1)
-
-    rank = lax.shift_right_logical(counts[own], jnp.int32(16))
-    rank = lax.fori_loop(first, token, earlier, rank)
-    place = (starts[own] & 0xFFFF) * routing.ALIGN + rank
-    yield slot, place, weight[k], here[k]
+  expert, weight = ids[choice, token], weights[token, choice]
+  first, slot = jnp.int32(0) == 0, jnp.int32(0)
+  for other in range(ids.shape[0]):
+    that = ids[other, token]
+    same, earlier = that == expert, other < choice
+    first &= jnp.logical_not(same & earlier)
+    slot += jnp.where((that < expert) | (same & earlier), 1, 0)
+    # The same sum in the same order as `routing.merge_repeats`.
+    later = same & (other > choice)
+    weight += jnp.where(later, weights[token, other], 0.0)
+  return first, slot, expert, weight

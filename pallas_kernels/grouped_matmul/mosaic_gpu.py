@@ -39,6 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import dense
 from pallas_kernels.grouped_matmul import (
   grouping,
+  products,
   reference,
   routing,
   tiles,
@@ -202,7 +203,7 @@ def _arrange_grouped(shape, cut, interpret, x, ids, weights):
   """See `_arrange_dense`."""
   routed = x, ids, weights, shape.experts
   if grouping.supported(shape.tokens, shape.hidden, shape.experts, cut):
-    tables, x, places = grouping.group(*routed, cut, shape.front, interpret)
+    tables, x, places = grouping.group(*routed, cut, interpret, shape.front)
   else:
     tables, x, places = routing.group(*routed, cut.width)
   first = shape.shared * shape.front
@@ -277,7 +278,7 @@ class _Ring:
     )
 
   def _load_item(self, start, item, weights):
-    """Loads an item's tiles, its weights by a function of `products.Product`."""
+    """Loads an item's tiles, its weights by `weights`, see `Product`."""
     row = self.product.row(item)
 
     def one(k, _):

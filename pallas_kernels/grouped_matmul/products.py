@@ -1,4 +1,4 @@
-"""The two products of the Mosaic kernels: what is loaded, and what is stored."""
+"""The two products of the Mosaic kernels: what they load and store."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,7 @@ TILE = tiles.TILE
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-  """One of the two products, as the loops below need it.
+  """One of the two products, as the loops of `mosaic_gpu` need it.
 
   `routed` and `shared` give the weights of an item: half 0 or 1 of its tile, at
   a step. `row` is an item's first row of the right operand. `finish` takes the

@@ -35,11 +35,16 @@ def interpreted(x, ids, weights, experts, blocks):
 def seen(tables, rows, places):
   """What anybody looks at: used entries, and what belongs to a token."""
   table, number, weights = map(np.asarray, tables)
+  places = jax.tree.map(np.asarray, places)
   table = table[: number[0]]
   starts, counts = table[:, 3] * routing.ALIGN, table[:, 4]
   used = [np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)]
   used = np.concatenate([np.zeros(0, int), *used])
   rows = np.asarray(rows.astype(jnp.float32))
+  places = [
+    [int(row[t]) for row, counts in places if counts[t]]
+    for t in range(len(places[0][0]))
+  ]
   return table, number, weights[used], rows[used], places
 
 
@@ -52,7 +57,7 @@ def check(ids, experts, blocks):
 
 @pytest.mark.parametrize(
   ('tokens', 'choices', 'experts', 'blocks'),
-  [(31, 1, 5, 4), (65, 3, 64, 5), (17, 8, 384, 3), (140, 1, 130, 2)],
+  [(31, 1, 5, 4), (33, 3, 64, 5), (17, 8, 384, 3), (130, 1, 130, 2)],
 )
 def test_is_what_xla_makes(tokens, choices, experts, blocks):
   """Ids at random: repeats, experts without rows, ids of no expert."""
@@ -68,7 +73,7 @@ def test_all_rows_on_the_same_experts(ids):
 
 def test_repeats_add_up_in_the_same_order():
   rng = np.random.default_rng(0)
-  check(rng.integers(0, 2, (18, 5)), 2, 2)
+  check(rng.integers(0, 2, (17, 5)), 2, 2)
 
 
 def test_twice_the_same_bits():
