@@ -155,7 +155,7 @@ def test_bits_with_shared_experts_do_not_depend_on_the_other_rows():
 
 @pytest.mark.parametrize('cut', [DENSE, GROUPED])
 def test_nan_stays_in_its_row(cut):
-  x, *rest = make_inputs(8)
+  x, *rest = make_inputs(8, shared=1)
   clean = interpreted(cut, x, *rest)
   spoilt = interpreted(cut, x.at[2].set(jnp.nan), *rest)
   others = np.arange(8) != 2
