@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax import api
+from kdtree_jax import api, divergence
 from kdtree_jax import audit as audits
 from kdtree_jax.audit import audit
 from kdtree_jax.decode import round as stages
@@ -121,8 +121,8 @@ def test_features_shifted_by_one(planted):
 def test_bfloat16_divergences_are_judged():
   found = report('bfloat16')
   assert found.failures == []
-  for divergence in (found.divergence, found.oracle_divergence):
-    assert divergence is None or divergence.near_tie
+  for parting in (found.divergence, found.oracle_divergence):
+    assert parting is None or parting.near_tie
 
 
 def test_the_mode_says_so_in_its_exit_status(tmp_path, capsys):
@@ -167,7 +167,7 @@ CONFIG = dataclasses.replace(
 )
 def test_router_margin(ours, theirs, margin):
   choice = np.array([0.9, 0.8, 0.7, 0.6, 0.1, 0.1, 0.1, 0.3])
-  found = audits._router_margin(CONFIG, choice, ours, theirs)
+  found = divergence._router_margin(CONFIG, choice, ours, theirs)
   assert abs(found) == pytest.approx(margin)
 
 
@@ -175,7 +175,7 @@ def seen(output_ids, logits, experts=None):
   count = len(output_ids)
   if experts is None:
     experts = np.tile(np.array([0, 1]), (count, 1, 1))
-  return audits._Seen(
+  return divergence.Seen(
     output_ids=output_ids,
     logits=np.asarray(logits, float),
     choice=np.tile(np.arange(16.0, 0.0, -1.0), (count, 1, 1)),
@@ -190,17 +190,17 @@ def test_judge():
   logits = np.zeros((3, 5))
   logits[1, 2], logits[1, 4] = 1.0, 0.9
   ar = seen([1, 3, 2], logits)
-  assert audits._judge(target, [9], ar, ar, ar) is None
+  assert divergence.judge(target, [9], ar, ar, ar) is None
   for noise, near in ((0.04, False), (0.06, True)):
     padded = seen([1, 3, 2], logits + noise)
-    found = audits._judge(target, [9], ar, seen([1, 3, 4], logits), padded)
+    found = divergence.judge(target, [9], ar, seen([1, 3, 4], logits), padded)
     assert (found.position, found.ar_token, found.ddtree_token) == (3, 2, 4)
     assert found.gap == pytest.approx(0.1) and found.near_tie is near
   # Other experts in an earlier row: their margin is judged, not the gap.
   swapped = ar.experts.copy()
   swapped[0, 0] = (0, 8)
   other = seen([1, 3, 4], logits, swapped)
-  found = audits._judge(target, [9], ar, other, seen([1, 3, 2], logits + 9))
+  found = divergence.judge(target, [9], ar, other, seen([1, 3, 2], logits + 9))
   assert (found.layer, found.router_margin) == (0, 7.0)
   assert found.router_noise == 0 and not found.near_tie
 
@@ -209,13 +209,32 @@ def test_a_wrong_first_token_is_judged_by_prefill():
   target = support.fixture(FIXTURE)
   ar = seen([1, 2], np.zeros((2, 64)))
   other = seen([target.config.vocab_size - 1, 2], np.zeros((2, 64)))
-  found = audits._judge(target, [9, 8, 7], ar, other, ar)
+  found = divergence.judge(target, [9, 8, 7], ar, other, ar)
   assert found.position == 3 and found.noise > 0
 
 
 def test_nan_is_a_failure():
   found = dataclasses.replace(report(), cache_error=float('nan'))
   assert any('cache' in text for text in audits._failures(found, 'float32'))
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'error', 'noise', 'fails'),
+  (
+    ('float32', 2e-3, 1.0, True),  # Noise is no excuse there.
+    ('bfloat16', 0.05, 0.0, False),
+    ('bfloat16', 0.3, 0.05, True),
+    ('bfloat16', 0.3, 0.2, False),
+    ('bfloat16', 0.8, 0.4, True),  # As large as the values: a fault.
+  ),
+)
+def test_errors_are_judged_by_noise(dtype, error, noise, fails):
+  fields = {field.name: 0.0 for field in dataclasses.fields(audits.AuditReport)}
+  fields |= {'divergence': None, 'oracle_divergence': None}
+  for name in ('cache', 'context'):
+    found = fields | {f'{name}_error': error, f'{name}_noise': noise}
+    failures = audits._failures(audits.AuditReport(**found), dtype)
+    assert [name in text for text in failures] == [True] * fails
 
 
 @pytest.mark.slow

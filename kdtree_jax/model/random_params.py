@@ -1,6 +1,7 @@
 """Random parameters of any model, made on the device a tensor at a time."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -16,6 +17,14 @@ def random_params(shapes: Any, seed: int = 0) -> Any:
   Matrices and stacks are normal with standard deviation `STD`, norms are one,
   biases (`e_score_correction_bias` and tables of ids among them) are zero. So
   a router sends every row where its own content points, without preference.
+
+  What a layer adds to the residual stream is small, as in GPT-2 (Radford et
+  al., 2019, sec. 2.3): its last matrices are divided by sqrt(2 L), those of
+  routed experts by 2 L, and an embedding that is not the head as well is
+  standard normal. Without that, the first expert that a rounding flips changes
+  the input of every later router by as much as the routers' choices differ,
+  and two exact engines part within a few tokens.
+
   Nothing passes through the host, and no program makes more than one tensor:
   16 billion values take seconds and no memory beside themselves.
 
@@ -24,30 +33,38 @@ def random_params(shapes: Any, seed: int = 0) -> Any:
     seed: of all of them; tensor i draws with `fold_in(key(seed), i)`.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-  made = [
-    _tensor(index, seed, path[-1].key, tuple(leaf.shape), leaf.dtype)
-    for index, (path, leaf) in enumerate(leaves)
-  ]
+  layers = sum(name.startswith('layers_') for name in shapes)
+  tied = 'lm_head' not in shapes
+  made = []
+  for index, (path, leaf) in enumerate(leaves):
+    names = [key.key for key in path]
+    shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype)
+    if len(shape) > 1:
+      std = jnp.float32(_std(names, layers, tied))
+      made.append(_normal(jnp.int32(seed), jnp.int32(index), std, shape, dtype))
+    else:  # A norm's weight, or a bias.
+      made.append(jnp.full(shape, 1 if names[-1] == 'weight' else 0, dtype))
   return jax.tree.unflatten(structure, made)
 
 
-def _tensor(
-  index: int, seed: int, name: str, shape: tuple[int, ...], dtype: Any
-) -> jax.Array:
-  if len(shape) > 1:
-    return _normal(jnp.int32(seed), jnp.int32(index), shape, jnp.dtype(dtype))
-  # One-dimensional: a norm's weight, or a bias.
-  return jnp.full(shape, 1 if name == 'weight' else 0, dtype)
+def _std(names: list[str], layers: int, tied: bool) -> float:
+  """Of the tensor at a path, in a model of so many layers."""
+  if 'embed_tokens' in names and not tied:
+    return 1.0
+  if 'o_proj' in names or 'down_proj' in names:
+    branches = 2 * max(layers, 1)
+    return STD / (branches if 'experts' in names else math.sqrt(branches))
+  return STD
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _normal(seed, index, shape, dtype):
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _normal(seed, index, std, shape, dtype):
   """A program for each shape; a stack is filled matrix by matrix."""
   key = jax.random.fold_in(jax.random.key(seed), index)
 
   def matrix(key, shape):
     # In bfloat16 the draws themselves would be coarse, and their mean not 0.
-    return (STD * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
   if len(shape) == 2:
     return matrix(key, shape)

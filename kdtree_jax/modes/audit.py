@@ -104,8 +104,9 @@ def verdict(report: AuditReport) -> str:
     f'{report.acceptance_length:.2f}',
     f'  oracle: {describe(report.oracle_divergence)}; acceptance length '
     f'{report.oracle_acceptance_length:.2f} of {full}',
-    f'  cache against a forward without one: {report.cache_error:.2g}; '
-    f'draft against that of a prefill: {report.context_error:.2g}',
+    f'  cache against a forward without one: {report.cache_error:.2g} (noise '
+    f'{report.cache_noise:.2g}); draft against that of a prefill: '
+    f'{report.context_error:.2g} (noise {report.context_noise:.2g})',
   ]
   return '\n'.join(lines)
 

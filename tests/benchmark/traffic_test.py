@@ -11,7 +11,7 @@ import pytest
 from kdtree_jax import api
 from kdtree_jax.benchmark import report, traffic
 from kdtree_jax.benchmark.sweep import Step
-from kdtree_jax.config import ModelConfig
+from kdtree_jax.config import ModelConfig, load_config
 from kdtree_jax.errors import UserError
 from kdtree_jax.model import abstract_params
 from kdtree_jax.model.random_params import random_params
@@ -161,6 +161,22 @@ def test_random_parameters():
   equal = jax.tree.map(np.array_equal, made, again)
   assert all(jax.tree.leaves(equal))
   assert not np.array_equal(made['stack'], other['stack'])
+
+
+def test_what_a_random_layer_adds_is_small():
+  """Also what makes rounding matter little: see `random_params`."""
+  shapes = abstract_params(load_config('tiny'), jnp.float32)
+  made = random_params(shapes)
+  layer = made['layers_1']
+  branches = 2 * 4
+  for value, std in (
+    (made['embed_tokens']['weight'], 1.0),
+    (made['lm_head']['weight'], 0.02),
+    (layer['self_attn']['o_proj']['weight'], 0.02 / math.sqrt(branches)),
+    (layer['mlp']['experts']['down_proj'], 0.02 / branches),
+    (layer['mlp']['experts']['gate_up_proj'], 0.02),
+  ):
+    assert np.asarray(value).std() == pytest.approx(std, rel=0.05)
 
 
 def test_a_random_target_has_the_layers_that_are_kept():

@@ -57,6 +57,7 @@ TOP = {
   'api',
   'audit',
   'benchmark',
+  'divergence',
   'generation',
   'modes',
   'sessions',
