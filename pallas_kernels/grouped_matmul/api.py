@@ -29,9 +29,9 @@ def expert_mlp(
   weights of the experts and `expert_weights`.
 
   With `shared`, y_t gains the SwiGLU of these weights, whatever the row's ids:
-  `dense.swiglu`, in x's dtype, added to y in x's dtype. Only "mosaic_gpu" may
-  sum it in float32 with the experts, as W / I more of them: where it pays, and
-  for any number of rows for which it does with the same bits.
+  `dense.swiglu`, in x's dtype, added to y in x's dtype. For up to about a
+  thousand rows "mosaic_gpu" takes it as W / I more experts, if that is whole
+  and nothing is quantised: their float32 results come first in the sum.
 
   Args:
     x: `[T, H]` float32 or bfloat16.
