@@ -19,11 +19,11 @@ import numpy as np
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.drafters.attention import block_attention
 from kdtree_jax.drafters.base import TargetHead
-from kdtree_jax.model.layers import Linear, RMSNorm, SwiGLU, matmul, weight
+from kdtree_jax.model.layers import Linear, Matrix, RMSNorm, SwiGLU, weight
 from kdtree_jax.model.rope import apply_rope, rope_tables
-from kdtree_jax.model.transformer import Embedding
 from kdtree_jax.registry import register
 from pallas_kernels.cache_compact.api import cache_compact
+from pallas_kernels.dense import matmul
 
 
 def default_target_layer_ids(
@@ -196,10 +196,10 @@ class DFlashModel(nn.Module):
     ]
     self.norm = RMSNorm(c.rms_norm_eps, self.dtype)
     if c.own_embedding:
-      self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, self.dtype)
+      self.embed_tokens = Matrix(c.vocab_size, c.hidden_size, self.dtype)
     if c.draft_vocab_size is not None:
       size, zeros = c.draft_vocab_size, nn.initializers.zeros_init()
-      self.lm_head = Embedding(size, c.hidden_size, self.dtype)
+      self.lm_head = Matrix(size, c.hidden_size, self.dtype)
       # Target id of draft id i: i + d2t[i].
       self.d2t = weight(self, 'd2t', zeros, (size,), jnp.int32)
 

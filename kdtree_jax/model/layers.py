@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantized import QuantizedArray, expand
+from pallas_kernels.dense import Weights, dot, matmul, swiglu
 
 Initializer = Callable[..., jax.Array]
 
@@ -38,57 +38,6 @@ def weight(
   return module.get_variable('params', name)
 
 
-def matmul(x: jax.Array, w: jax.Array | QuantizedArray) -> jax.Array:
-  """`x [..., I] @ w[O, I].T -> [..., O]` in float32.
-
-  HIGHEST keeps float32 operands from being rounded to tf32 on a GPU; it means
-  nothing for bfloat16, which is accumulated in float32 either way. Gradients
-  take the dtype of `x` before they are multiplied.
-  """
-  if isinstance(w, QuantizedArray):
-    # Tied to x, or XLA expands the weight once, before the decoding loop, and
-    # holds it beside the quantised one.
-    x, w = lax.optimization_barrier((x, w))
-    w = expand(w, x.dtype)
-  return _product(x, w)
-
-
-@jax.custom_vjp
-def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-  """`matmul` of arrays.
-
-  The gradient of a product with a float32 result would multiply in float32,
-  off the tensor cores, whatever the operands are.
-  """
-  return _dot(x, w, (x.ndim - 1,), (w.ndim - 1,))
-
-
-def _product_forward(x, w):
-  return _product(x, w), (x, w)
-
-
-def _product_backward(operands, gradient):
-  x, w = operands
-  gradient = gradient.astype(x.dtype)
-  outer = tuple(range(x.ndim - 1))
-  dx = _dot(gradient, w, (x.ndim - 1,), (0,))
-  dw = _dot(gradient, x, outer, outer)
-  return dx.astype(x.dtype), dw.astype(w.dtype)
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
-def _dot(x, w, x_axes, w_axes):
-  return lax.dot_general(
-    x,
-    w,
-    ((x_axes, w_axes), ((), ())),
-    precision=lax.Precision.HIGHEST,
-    preferred_element_type=jnp.float32,
-  )
-
-
 @jax.custom_vjp
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
   """`table [V, H]` at `tokens [...]` int32: `[..., H]`."""
@@ -107,7 +56,7 @@ def _lookup_backward(saved, gradient):
   table, tokens = saved
   rows = jax.nn.one_hot(tokens.reshape(-1), table.shape[0], dtype=table.dtype)
   flat = gradient.reshape(-1, table.shape[1]).astype(table.dtype)
-  return _dot(rows, flat, (0,), (0,)).astype(table.dtype), None
+  return dot(rows, flat, (0,), (0,)).astype(table.dtype), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -150,6 +99,19 @@ class RMSNorm(nn.Module):
     return y.astype(x.dtype) * scale
 
 
+class Matrix(nn.Module):
+  """A weight `[rows, columns]` by itself: an embedding, a head."""
+
+  rows: int
+  columns: int
+  dtype: Any
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    shape = (self.rows, self.columns)
+    return weight(self, 'weight', matrix_init, shape, self.dtype)
+
+
 class SwiGLU(nn.Module):
   """`down(silu(gate(x)) * up(x))` without biases."""
 
@@ -157,8 +119,14 @@ class SwiGLU(nn.Module):
   dtype: Any
 
   @nn.compact
+  def weights(self, hidden: int) -> Weights:
+    """gate and up `[intermediate_size, hidden]`, down the other way round."""
+    inner = self.intermediate_size
+    return (
+      Matrix(inner, hidden, self.dtype, name='gate_proj')(),
+      Matrix(inner, hidden, self.dtype, name='up_proj')(),
+      Matrix(hidden, inner, self.dtype, name='down_proj')(),
+    )
+
   def __call__(self, x: jax.Array) -> jax.Array:
-    gate = Linear(self.intermediate_size, self.dtype, name='gate_proj')(x)
-    up = Linear(self.intermediate_size, self.dtype, name='up_proj')(x)
-    down = Linear(x.shape[-1], self.dtype, name='down_proj')
-    return down(nn.silu(gate) * up)
+    return swiglu(x, *self.weights(x.shape[-1]))

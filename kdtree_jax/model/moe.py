@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdtree_jax.config import ModelConfig
-from kdtree_jax.model.layers import SwiGLU, matmul, matrix_init, weight
+from kdtree_jax.model.layers import SwiGLU, matrix_init, weight
+from pallas_kernels.dense import Weights, matmul
 from pallas_kernels.grouped_matmul.api import expert_mlp
 
 
@@ -102,7 +103,11 @@ class Experts(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: jax.Array, ids: jax.Array, weights: jax.Array
+    self,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    shared: Weights | None,
   ) -> jax.Array:
     c = self.config
     e, h, i = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
@@ -111,7 +116,13 @@ class Experts(nn.Module):
     )
     down = weight(self, 'down_proj', matrix_init, (e, h, i), self.dtype)
     return expert_mlp(
-      x, gate_up, down, ids, weights, implementation=self.implementation
+      x,
+      gate_up,
+      down,
+      ids,
+      weights,
+      shared=shared,
+      implementation=self.implementation,
     )
 
 
@@ -132,9 +143,11 @@ class MixtureOfExperts(nn.Module):
     routing = Router(c, name='gate')(flat)
     # An id past the last expert is no expert: it costs no weights.
     ids = jnp.where(valid.reshape(-1, 1), routing.ids, c.n_routed_experts)
-    experts = Experts(c, self.dtype, self.implementation, name='experts')
-    y = experts(flat, ids, routing.weights).reshape(x.shape)
+    shared = None
     if c.n_shared_experts:
       width = c.moe_intermediate_size * c.n_shared_experts
-      y = y + SwiGLU(width, self.dtype, name='shared_experts')(x)
+      swiglu = SwiGLU(width, self.dtype, name='shared_experts')
+      shared = swiglu.weights(c.hidden_size)
+    experts = Experts(c, self.dtype, self.implementation, name='experts')
+    y = experts(flat, ids, routing.weights, shared).reshape(x.shape)
     return y, jax.tree.map(lambda a: a.reshape(*x.shape[:2], -1), routing)

@@ -10,17 +10,11 @@ import jax.numpy as jnp
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.cache import KVCache, init_cache
-from kdtree_jax.model.layers import (
-  RMSNorm,
-  SwiGLU,
-  lookup,
-  matmul,
-  matrix_init,
-  weight,
-)
+from kdtree_jax.model.layers import Matrix, RMSNorm, SwiGLU, lookup
 from kdtree_jax.model.mla import Attend, MultiHeadLatentAttention
 from kdtree_jax.model.moe import MixtureOfExperts, Routing
 from kdtree_jax.model.rope import rope_tables
+from pallas_kernels.dense import matmul
 from pallas_kernels.verify_attention.api import verify_attention
 
 
@@ -41,19 +35,6 @@ class ForwardOutput:
   features: jax.Array
   rows: jax.Array
   routing: tuple[Routing, ...]
-
-
-class Embedding(nn.Module):
-  """`[V, H]`; also the head's weight where a model ties the two."""
-
-  vocab_size: int
-  hidden_size: int
-  dtype: Any
-
-  @nn.compact
-  def __call__(self) -> jax.Array:
-    shape = (self.vocab_size, self.hidden_size)
-    return weight(self, 'weight', matrix_init, shape, self.dtype)
 
 
 class Block(nn.Module):
@@ -107,14 +88,14 @@ class Transformer(nn.Module):
 
   def setup(self):
     c = self.config
-    self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, self.dtype)
+    self.embed_tokens = Matrix(c.vocab_size, c.hidden_size, self.dtype)
     self.layers = [
       Block(c, i, self.dtype, self.implementation)
       for i in range(c.num_hidden_layers)
     ]
     self.norm = RMSNorm(c.rms_norm_eps, self.dtype)
     if not c.tie_word_embeddings:
-      self.lm_head = Embedding(c.vocab_size, c.hidden_size, self.dtype)
+      self.lm_head = Matrix(c.vocab_size, c.hidden_size, self.dtype)
 
   def __call__(
     self,

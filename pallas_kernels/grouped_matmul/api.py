@@ -1,8 +1,8 @@
-"""The one entry to the routed experts."""
+"""The one entry to the experts, routed and shared."""
 
 import jax
 
-from pallas_kernels import _checks, _dispatch
+from pallas_kernels import _checks, _dispatch, dense
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference, training
 from pallas_kernels.quantized import QuantizedArray
 
@@ -16,6 +16,7 @@ def expert_mlp(
   expert_ids: jax.Array,
   expert_weights: jax.Array,
   *,
+  shared: dense.Weights | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
   """A dropless mixture of SwiGLU experts.
@@ -27,6 +28,11 @@ def expert_mlp(
   activation takes x's dtype before the down product. Differentiable in x, the
   weights of the experts and `expert_weights`.
 
+  With `shared`, y_t gains the SwiGLU of these weights, whatever the row's ids:
+  `dense.swiglu`, in x's dtype, added to y in x's dtype. For up to about a
+  thousand rows "mosaic_gpu" takes it as W / I more experts, if that is whole
+  and nothing is quantised: their float32 results come first in the sum.
+
   Args:
     x: `[T, H]` float32 or bfloat16.
     gate_up: `[E, 2 * I, H]`, of x's dtype or quantised; an expert's gate rows,
@@ -36,12 +42,14 @@ def expert_mlp(
     expert_ids: `[T, K]` int32. An id outside 0..E-1 is no expert and costs
       nothing (padding uses E); an id that occurs twice in a row adds up.
     expert_weights: `[T, K]` float32.
+    shared: gate `[W, H]`, up `[W, H]` and down `[H, W]` of x's dtype or
+      quantised, or None.
     implementation: None for the best available, "mosaic_gpu" (a Hopper GPU,
       bfloat16), "reference", or "training": all experts on all rows in two
       products, for few experts that are not quantised.
 
   Returns:
-    `[T, H]` in x's dtype; zeros for a row without experts.
+    `[T, H]` in x's dtype; zeros for a row without experts, if none is shared.
 
   Raises:
     ValueError: wrong shapes or dtypes, or an implementation that is not there.
@@ -60,11 +68,14 @@ def expert_mlp(
   expert_weights = _checks.check_array(
     'expert_weights', expert_weights, expert_ids.shape, ('float32',)
   )
+  if shared is not None:
+    shared = _check_shared(shared, hidden, dtype)
+  inputs = x, gate_up, down, expert_ids, expert_weights, shared
   if implementation == 'training':
     quantised = [isinstance(w, QuantizedArray) for w in (gate_up, down)]
     if any(quantised):
       raise ValueError('implementation: "training" takes no quantised weights')
-    return training.expert_mlp(x, gate_up, down, expert_ids, expert_weights)
+    return training.expert_mlp(*inputs)
   run = _dispatch.with_mosaic(
     'expert_mlp',
     mosaic_gpu.expert_mlp,
@@ -72,7 +83,21 @@ def expert_mlp(
     implementation,
     mosaic_gpu.supported(x, gate_up, down, expert_ids),
   )
-  return run(x, gate_up, down, expert_ids, expert_weights)
+  return run(*inputs)
+
+
+def _check_shared(shared, hidden, dtypes):
+  """`shared` after checking its shapes against each other."""
+  if len(shared) != 3:
+    raise ValueError(
+      f'shared: expected gate, up and down, got {len(shared)} weights'
+    )
+  gate, up, down = shared
+  gate = _check_weight('shared gate', gate, (None, hidden), dtypes)
+  width = gate.shape[0]
+  up = _check_weight('shared up', up, (width, hidden), dtypes)
+  down = _check_weight('shared down', down, (hidden, width), dtypes)
+  return gate, up, down
 
 
 def _check_weight(name, value, shape, dtypes):

@@ -58,7 +58,7 @@ def _padded(tokens: int, groups: int) -> int:
   return routing.round_up(tokens, _step(tokens, groups))
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def group(
   x: jax.Array,
   ids: jax.Array,
@@ -66,6 +66,7 @@ def group(
   experts: int,
   cut: tiles.Plan,
   interpret: Any = None,
+  front: int = 0,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, routing.Places]:
   """What `routing.group` makes of the same, but for what nobody looks at.
 
@@ -76,17 +77,21 @@ def group(
     experts: E.
     cut: the op's plan.
     interpret: parameters of the interpreter, or None.
+    front: 0, or at least T: so many rows come before the others, of which the
+      first T are x, with weight 1.
 
   Returns:
     See `routing.group`. Entries of the table from the number of tiles on and
     rows (and weights) that belong to no token are not written; a repeat leaves
-    a hole in its token's places.
+    a hole in its token's places. Places and the table's rows do not count the
+    rows in front.
   """
   (tokens, choices), hidden = ids.shape, x.shape[1]
   own = pl.cdiv(tokens, cut.blocks)
   lanes = routing.round_up(experts, _EXPERTS)
   padded = _padded(tokens, cut.groups)
   capacity, entries = routing.sizes(tokens * choices, experts, cut.width)
+  capacity += front
   # One fusion with what made the ids. Columns, as a lane takes a token.
   valid = (ids >= 0) & (ids < experts)
   columns = jnp.pad(
@@ -97,7 +102,9 @@ def group(
   pieces = (hidden // _PIECE, _PIECE)
   counts = plgpu.SMEM((lanes,), jnp.int32)
   kernel = plgpu.kernel(
-    functools.partial(_kernel, own=own, experts=experts, width=cut.width),
+    functools.partial(
+      _kernel, own=own, experts=experts, width=cut.width, front=front
+    ),
     out_type=(
       jax.ShapeDtypeStruct((entries, 5), jnp.int32),
       jax.ShapeDtypeStruct((1,), jnp.int32),
@@ -132,7 +139,7 @@ def group(
 
 def _kernel(
   ids, weights, x, table, number, row_weights, out, places, *, rows, loaded,
-  together, masks, partial, counts, starts, own, experts, width,
+  together, masks, partial, counts, starts, own, experts, width, front,
 ):  # fmt: skip
   """One block's part.
 
@@ -174,6 +181,15 @@ def _kernel(
   _write_entries(counts, starts, table, block, group, experts, width)
   plgpu.barrier_wait(loaded)
 
+  own_tokens = jnp.minimum(own, tokens - first)
+
+  def write_front(row, _):
+    row_weights[first + row] = jnp.float32(1.0)
+    plgpu.copy_smem_to_gmem(rows.at[row], out.at[first + row])
+
+  if front:
+    _each(group, own_tokens, groups, write_front)
+
   def write_row(pair, _):
     # A loop over pairs, not unrolled over choices: code is loaded just once.
     row, choice = lax.div(pair, choices), lax.rem(pair, choices)
@@ -192,11 +208,10 @@ def _kernel(
 
     @pl.when(here)
     def _():
-      row_weights[place] = weight
-      plgpu.copy_smem_to_gmem(rows.at[row], out.at[place])
+      row_weights[front + place] = weight
+      plgpu.copy_smem_to_gmem(rows.at[row], out.at[front + place])
 
-  pairs = jnp.minimum(own, tokens - first) * choices
-  _each(group, pairs, groups, write_row)
+  _each(group, own_tokens * choices, groups, write_row)
   plgpu.wait_smem_to_gmem(0)
 
 

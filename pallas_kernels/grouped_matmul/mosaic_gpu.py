@@ -1,4 +1,4 @@
-"""The routed experts on a Hopper GPU, in Pallas Mosaic GPU.
+"""The experts on a Hopper GPU, in Pallas Mosaic GPU.
 
 Two products, `h = silu(x gate^T) * (x up^T)` and `y = w * (h down^T)`, each one
 persistent kernel over the multiprocessors: one warpgroup keeps tiles in flight
@@ -16,16 +16,18 @@ Two ways to give a tile its columns:
   start at a multiple of 16, and a tile takes the next `width` of them. A
   kernel of its own sorts them, see `grouping`; thousands of tokens XLA's ops.
 
+A shared SwiGLU of S times an expert's width is S experts that every row goes
+to, with weight 1: in either form they are S more, whose columns are all rows.
+
 An output element is the sum over a whole row of weights, 16 at a time from the
 first to the last, in a float32 accumulator, whatever the number of columns: its
 bits do not depend on who else is in the tile. The weighted results of a token's
-experts are then added by XLA, in order of expert.
+experts are then added by XLA, the shared ones first, then in order of expert.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,8 +36,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dense
 from pallas_kernels.grouped_matmul import (
   grouping,
+  products,
   reference,
   routing,
   tiles,
@@ -81,9 +85,10 @@ def expert_mlp(
   down: jax.Array,
   expert_ids: jax.Array,
   expert_weights: jax.Array,
+  shared: dense.Weights | None = None,
 ) -> jax.Array:
   """See `pallas_kernels.grouped_matmul.api.expert_mlp`; bfloat16 only."""
-  return run(x, gate_up, down, expert_ids, expert_weights)
+  return run(x, gate_up, down, expert_ids, expert_weights, shared)
 
 
 def _forward(*inputs):
@@ -92,14 +97,14 @@ def _forward(*inputs):
 
 def _backward(inputs, cotangent):
   """The reference's derivative: training is not what the kernel is for."""
-  x, gate_up, down, expert_ids, expert_weights = inputs
+  x, gate_up, down, ids, weights, shared = inputs
 
-  def primal(x, gate_up, down, expert_weights):
-    return reference.expert_mlp(x, gate_up, down, expert_ids, expert_weights)
+  def primal(x, gate_up, down, weights, shared):
+    return reference.expert_mlp(x, gate_up, down, ids, weights, shared)
 
-  _, vjp = jax.vjp(primal, x, gate_up, down, expert_weights)
-  dx, dgate_up, ddown, dweights = vjp(cotangent)
-  return dx, dgate_up, ddown, None, dweights
+  _, vjp = jax.vjp(primal, x, gate_up, down, weights, shared)
+  dx, dgate_up, ddown, dweights, dshared = vjp(cotangent)
+  return dx, dgate_up, ddown, None, dweights, dshared
 
 
 expert_mlp.defvjp(_forward, _backward)
@@ -111,6 +116,7 @@ def run(
   down: jax.Array,
   expert_ids: jax.Array,
   expert_weights: jax.Array,
+  shared: dense.Weights | None = None,
   cut: tiles.Plan | None = None,
   interpret: Any = None,
 ) -> jax.Array:
@@ -122,7 +128,20 @@ def run(
   if reason := supported(x, gate_up, down, expert_ids):
     raise ValueError(reason)
   cut = cut or tiles.plan(*expert_ids.shape, down.shape[0])
-  return _run(cut, interpret, x, gate_up, down, expert_ids, expert_weights)
+  inputs = x, gate_up, down, expert_ids, expert_weights
+  if shared is None or _takes(shared, cut, x.shape[0], *down.shape):
+    return _run(cut, interpret, *inputs, shared)
+  return _run(cut, interpret, *inputs, None) + dense.swiglu(x, *shared)
+
+
+def _takes(shared, cut, tokens, experts, hidden, inner):
+  """Whether the kernels do the shared experts too; if not, XLA does."""
+  if any(isinstance(w, QuantizedArray) for w in shared):
+    return False
+  width = shared[0].shape[0]
+  # For thousands of rows XLA is fast, and L2 traffic, not memory, the limit.
+  few = cut.dense or grouping.supported(tokens, hidden, experts, cut)
+  return few and width >= inner and width % inner == 0
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -134,137 +153,63 @@ def _run(
   down: jax.Array,
   expert_ids: jax.Array,
   expert_weights: jax.Array,
+  shared: dense.Weights | None,
 ) -> jax.Array:
   """See `run`; a function of its own, so that layers are lowered once."""
   experts, hidden, inner = down.shape
-  # Free views under which both products find two tiles of 64 rows of weights as
-  # neighbours along the first axis: gate and up, or rows 0.. and 64..
-  gate_up = gate_up.reshape(experts * 2, inner, hidden)
-  down = down.reshape(experts * (hidden // _TILE), _TILE, inner)
-  if cut.dense:
-    ids, _ = routing.merge_repeats(expert_ids, expert_weights, experts)
-    # A single token's kernels find its experts themselves: a launch before
-    # them would cost a twentieth of their time.
-    mask = None if x.shape[0] == 1 else routing.touched(ids, experts)
-    tables = (expert_ids, expert_weights)
-    tables = tables if mask is None else (*tables, mask)
-    places = routing.dense_places(ids, mask, experts, cut.width)
-    if 8 < x.shape[0] < cut.width:  # More than one tile of 8 must be whole.
-      x = jnp.pad(x, ((0, cut.width - x.shape[0]), (0, 0)))
-    rows = min(experts, ids.size) * cut.width
-  else:
-    routed = x, expert_ids, expert_weights, experts
-    if grouping.supported(x.shape[0], hidden, experts, cut):
-      tables, x, places = grouping.group(*routed, cut, interpret)
-    else:
-      tables, x, places = routing.group(*routed, cut.width)
-    rows = x.shape[0]
-  shape = tiles.Shape(experts, hidden, inner, rows, *expert_ids.shape)
+  number = shared[0].shape[0] // inner if shared else 0
+  shape = tiles.Shape(experts, hidden, inner, *expert_ids.shape, number)
+  arrange = _arrange_dense if cut.dense else _arrange_grouped
+  tables, columns, places, rows = arrange(
+    shape, cut, interpret, x, expert_ids, expert_weights
+  )
+  # Free views: 64 rows of weights are within one of the first axis.
+  across = hidden // _TILE
+  up_weights = [gate_up.reshape(experts * 2, inner, hidden)]
+  down_weights = [down.reshape(experts * across, _TILE, inner)]
+  if shared:
+    up_weights += shared[:2]
+    down_weights += [shared[2].reshape(across, _TILE, -1)]
   call = functools.partial(_call, shape, cut, interpret, tables)
-  activation = call(_up_product, (1, rows, inner), jnp.bfloat16, x, gate_up)
+  activation = call(
+    products.up, (1, rows, inner), jnp.bfloat16, columns, *up_weights
+  )
   partial_results = call(
-    _down_product, (2, rows, hidden), jnp.int16, activation[0], down
+    products.down, (2, rows, hidden), jnp.int16, activation[0], *down_weights
   )
   return routing.combine(partial_results, places).astype(jnp.bfloat16)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Product:
-  """One of the two products, as the loops below need it.
-
-  The functions take an item: where its tile is in the weights (the first of two
-  tiles, and a row in each), and its first row of the right operand. `finish`
-  takes the item, the consumer's number, its first column and its two sums.
-  """
-
-  tiles: int  # Of 128 rows of weights, for one expert.
-  steps: int  # Of 64 along the sum.
-  weights: Any
-  rows: Any
-  first: Callable[[tiles.Item], Any]
-  within: Callable[[tiles.Item], Any]
-  row: Callable[[tiles.Item], Any]
-  finish: Callable[..., None]
-
-
-def _up_product(cut, shape, items, rows, weights, out, buffer):
-  """h = silu(x gate^T) * (x up^T), in bfloat16."""
-  del items
-
-  def finish(item, me, offset, gate, up):
-    mine = buffer.at[me]
-    value = gate / (1.0 + jnp.exp(-gate)) * up
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    mine.at[0].transpose((1, 0))[...] = value.astype(jnp.bfloat16)
-    _store(cut, mine, item, offset, out, item.tile * _TILE)
-
-  return _Product(
-    tiles=shape.inner // _TILE,
-    steps=shape.hidden // _TILE,
-    weights=weights,
-    rows=rows,
-    first=lambda item: item.expert * 2,
-    within=lambda item: item.tile * _TILE,
-    row=lambda item: item.source,
-    finish=finish,
-  )
+def _arrange_dense(shape, cut, interpret, x, ids, weights):
+  """The kernels' tables and right operand, the places and number of results."""
+  del interpret
+  tables = (ids, weights)
+  ids, _ = routing.merge_repeats(ids, weights, shape.experts)
+  mask = None
+  # A single token's kernels find its experts themselves: a launch before them
+  # would cost a twentieth of their time.
+  if shape.tokens > 1:
+    mask = routing.touched(ids, shape.experts)
+    tables = (*tables, mask)
+  places = routing.shared_places(shape.shared, cut.width, shape.tokens)
+  first = shape.shared * cut.width
+  places += routing.dense_places(ids, mask, shape.experts, cut.width, first)
+  if 8 < shape.tokens < cut.width:  # More than one tile of 8 must be whole.
+    x = jnp.pad(x, ((0, cut.width - shape.tokens), (0, 0)))
+  return tables, x, places, first + min(shape.experts, ids.size) * cut.width
 
 
-def _down_product(cut, shape, items, rows, weights, out, buffer):
-  """Partial results w * (h down^T), float32 in two halves of 16 bits.
-
-  Registers hold them transposed, and only 16-bit values can be transposed on
-  the way to shared memory.
-  """
-  across = shape.hidden // _TILE
-
-  def finish(item, me, offset, *values):
-    mine = buffer.at[me]
-    weight = items.column_weights(item, offset)
-    for half, value in enumerate(values):
-      column = item.tile * 2 + half
-
-      def store(value=value, column=column):
-        bits = lax.bitcast_convert_type(value * weight, jnp.int32)
-        parts = ((bits >> 16).astype(jnp.int16), bits.astype(jnp.int16))
-        for first in range(0, 2, cut.planes):
-          plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-          for plane in range(cut.planes):
-            mine.at[plane].transpose((1, 0))[...] = parts[first + plane]
-          planes = out.at[pl.ds(first, cut.planes)]
-          _store(cut, mine, item, offset, planes, column * _TILE)
-
-      # An odd number of tiles leaves the last item's upper half outside.
-      pl.when(column < across)(store)
-
-  return _Product(
-    tiles=pl.cdiv(across, 2),
-    steps=shape.inner // _TILE,
-    weights=weights,
-    rows=rows,
-    first=lambda item: item.expert * across + item.tile * 2,
-    within=lambda item: 0,
-    row=lambda item: item.row,
-    finish=finish,
-  )
-
-
-def _store(cut, buffer, item, offset, out, column):
-  """Copies rows that somebody asked for to `out`, both `[planes, rows, 64..]`.
-
-  The stores are not waited for: the next use of the buffer does that.
-  """
-  plgpu.commit_smem()
-  for start in range(0, cut.columns, routing.ALIGN):
-
-    @pl.when(offset + start < item.left)
-    def _(start=start):
-      rows = pl.ds(item.row + offset + start, routing.ALIGN)
-      for plane in range(buffer.shape[0]):
-        plgpu.copy_smem_to_gmem(
-          buffer.at[plane, pl.ds(start, routing.ALIGN)],
-          out.at[plane, rows, pl.ds(column, _TILE)],
-        )
+def _arrange_grouped(shape, cut, interpret, x, ids, weights):
+  """See `_arrange_dense`."""
+  routed = x, ids, weights, shape.experts
+  if grouping.supported(shape.tokens, shape.hidden, shape.experts, cut):
+    tables, x, places = grouping.group(*routed, cut, interpret, shape.front)
+  else:
+    tables, x, places = routing.group(*routed, cut.width)
+  first = shape.shared * shape.front
+  places = [(row + first, here) for row, here in places]
+  shared = routing.shared_places(shape.shared, shape.front, shape.tokens)
+  return tables, x, shared + places, first + x.shape[0] - shape.front
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +222,7 @@ class _Ring:
 
   cut: tiles.Plan
   items: tiles.Dense | tiles.Grouped
-  product: _Product
+  product: products.Product
   weights: Any  # [stages, 2, 64, 64]
   rows: Any  # [stages, width, 64]
   full: Any
@@ -316,25 +261,12 @@ class _Ring:
       # sake, but stores nothing.
       inside = jnp.minimum(item.tile, product.tiles - 1)
       item = dataclasses.replace(item, tile=inside)
-      first, within = product.first(item), product.within(item)
-      row = product.row(item)
-
-      def one(k, _):
-        stage, along = self._stage(start + k), pl.ds(k * _TILE, _TILE)
-        plgpu.barrier_wait(self.free.at[stage])
-        plgpu.copy_gmem_to_smem(
-          product.weights.at[pl.ds(first, 2), pl.ds(within, _TILE), along],
-          self.weights.at[stage],
-          self.full.at[stage],
-        )
-        plgpu.copy_gmem_to_smem(
-          product.rows.at[pl.ds(row, self.cut.width), along],
-          self.rows.at[stage],
-          self.full.at[stage],
-          collective_axes='member' if self.cut.cluster > 1 else None,
-        )
-
-      lax.fori_loop(0, product.steps, one, None)
+      load = functools.partial(self._load_item, start, item)
+      if self.items.shared:
+        pl.when(item.expert < 0)(lambda: load(product.shared))
+        pl.when(item.expert >= 0)(lambda: load(product.routed))
+      else:
+        load(product.routed)
 
     self._each(item_body)
     # Nothing may be on its way to or from this block when it ends.
@@ -344,6 +276,27 @@ class _Ring:
       lambda stage, _: plgpu.barrier_wait(self.free.at[stage]),
       None,
     )
+
+  def _load_item(self, start, item, weights):
+    """Loads an item's tiles, its weights by `weights`, see `Product`."""
+    row = self.product.row(item)
+
+    def one(k, _):
+      stage, along = self._stage(start + k), pl.ds(k * _TILE, _TILE)
+      full = self.full.at[stage]
+      plgpu.barrier_wait(self.free.at[stage])
+      for half in range(2):
+        plgpu.copy_gmem_to_smem(
+          weights(item, half, k), self.weights.at[stage, half], full
+        )
+      plgpu.copy_gmem_to_smem(
+        self.product.rows.at[pl.ds(row, self.cut.width), along],
+        self.rows.at[stage],
+        full,
+        collective_axes='member' if self.cut.cluster > 1 else None,
+      )
+
+    lax.fori_loop(0, self.product.steps, one, None)
 
   def consume(self, me):
     """Multiplying warpgroup `me`'s part."""
@@ -398,14 +351,12 @@ class _Ring:
     plgpu.barrier_arrive(self.free.at[self._stage(step)])
 
 
-def _kernel_body(make_product, shape, cut, refs):
+def _kernel_body(make_product, shape, cut, tables, ops, out, *, buffer, **ring):
   """Gives every warpgroup its part."""
-  *tables, rows, weights, out, weights_smem, rows_smem, full, free, buffer = (
-    refs
-  )
+  rows, *weights = ops
   items = (tiles.Dense if cut.dense else tiles.Grouped)(tables, shape, cut)
   product = make_product(cut, shape, items, rows, weights, out, buffer)
-  ring = _Ring(cut, items, product, weights_smem, rows_smem, full, free)
+  ring = _Ring(cut, items, product, **ring)
   me = lax.axis_index('warpgroup')
 
   @pl.when(me < cut.consumers)
@@ -429,10 +380,11 @@ def _call(shape, cut, interpret, tables, make_product, out_shape, dtype, *ops):
     cut: its plan.
     interpret: parameters of the interpreter, or None.
     tables: the routing, for `tiles.Dense` or `tiles.Grouped`.
-    make_product: `_up_product` or `_down_product`.
+    make_product: `products.up` or `products.down`.
     out_shape: `[planes, rows, columns]`.
     dtype: of the output, of 16 bits.
-    *ops: the right operand `[rows, sum]` and the weights `[tiles, 64.., sum]`.
+    *ops: the right operand `[rows, sum]` and the weights, as the product takes
+      them.
   """
   planes = min(out_shape[0], cut.planes)
   buffer = plgpu.SMEM((cut.consumers, planes, cut.columns, _TILE), dtype)
@@ -445,19 +397,21 @@ def _call(shape, cut, interpret, tables, make_product, out_shape, dtype, *ops):
   else:
     free = plgpu.Barrier(**free)
 
-  def kernel_body(*refs):
-    _kernel_body(make_product, shape, cut, refs)
+  def kernel_body(*refs, **scratch):
+    *inputs, out = refs
+    inputs = inputs[: len(tables)], inputs[len(tables) :]
+    _kernel_body(make_product, shape, cut, *inputs, out, **scratch)
 
   kernel = plgpu.kernel(
     kernel_body,
     out_type=jax.ShapeDtypeStruct(out_shape, dtype),
-    scratch_types=[
-      plgpu.SMEM((stages, 2, _TILE, _TILE), jnp.bfloat16),
-      plgpu.SMEM((stages, cut.width, _TILE), jnp.bfloat16),
-      plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-      free,
-      buffer,
-    ],
+    scratch_types=dict(
+      weights=plgpu.SMEM((stages, 2, _TILE, _TILE), jnp.bfloat16),
+      rows=plgpu.SMEM((stages, cut.width, _TILE), jnp.bfloat16),
+      full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+      free=free,
+      buffer=buffer,
+    ),
     grid=(cut.blocks // cut.cluster,),
     grid_names=('block',),
     cluster=(cut.cluster,) if cut.cluster > 1 else (),

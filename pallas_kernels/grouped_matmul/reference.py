@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import dense
 from pallas_kernels.quantized import QuantizedArray, expand
 
 
@@ -13,6 +14,7 @@ def expert_mlp(
   down: jax.Array | QuantizedArray,
   expert_ids: jax.Array,
   expert_weights: jax.Array,
+  shared: dense.Weights | None = None,
 ) -> jax.Array:
   """See `pallas_kernels.grouped_matmul.api.expert_mlp`."""
 
@@ -33,7 +35,8 @@ def expert_mlp(
 
   experts = jnp.arange(gate_up.shape[0], dtype=jnp.int32)
   total, _ = lax.scan(step, jnp.zeros(x.shape, jnp.float32), experts)
-  return total.astype(x.dtype)
+  y = total.astype(x.dtype)
+  return y if shared is None else y + dense.swiglu(x, *shared)
 
 
 def _mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:

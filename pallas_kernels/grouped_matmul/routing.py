@@ -14,7 +14,7 @@ ALIGN = 16
 _CHUNK = 128  # Pairs that are ranked by comparing each with each.
 
 # A token's rows of the partial results, in order of expert: for every choice,
-# the rows `[T]` (or one static row, if T = 1) and which of them count `[T]`.
+# the rows `[T]` (or the first of T, if static) and which of them count `[T]`.
 Places = list[tuple[jax.Array | int, jax.Array]]
 
 
@@ -80,24 +80,30 @@ def touched(ids: jax.Array, experts: int) -> jax.Array:
 
 
 def dense_places(
-  ids: jax.Array, mask: jax.Array | None, experts: int, width: int
+  ids: jax.Array, mask: jax.Array | None, experts: int, width: int, first: int
 ) -> Places:
-  """The places if token t's row of the n-th touched expert is n width + t.
+  """The places if token t's row of the n-th touched is first + n width + t.
 
   Args:
     ids: `[T, K]` int32 of `merge_repeats`.
     mask: `touched(ids)`; None if T is 1, whose n-th expert is the n-th of all.
     experts: E.
     width: rows an expert has.
+    first: rows before those of routed experts.
   """
   if mask is None:
     number = jnp.sum(ids < experts, axis=1)
-    return [(k * width, number > k) for k in range(ids.shape[1])]
+    return [(first + k * width, number > k) for k in range(ids.shape[1])]
   slot = jnp.zeros(ids.shape, jnp.int32)
   for w in range(mask.shape[0]):
     slot += count_bits(mask[w] & _low_bits(jnp.clip(ids - 32 * w, 0, 32)))
   token = lax.broadcasted_iota(jnp.int32, ids.shape, 0)
-  return _in_expert_order(ids, slot * width + token, experts)
+  return _in_expert_order(ids, first + slot * width + token, experts)
+
+
+def shared_places(number: int, rows: int, tokens: int) -> Places:
+  """The places if token t's row of the n-th shared expert is n rows + t."""
+  return [(n * rows, jnp.ones((tokens,), bool)) for n in range(number)]
 
 
 def _low_bits(count: jax.Array) -> jax.Array:
@@ -216,7 +222,7 @@ def combine(partial_results: jax.Array, places: Places) -> jax.Array:
   tokens = places[0][1].shape[0]
   total = jnp.zeros((tokens, partial_results.shape[2]), jnp.float32)
   for row, counts in places:
-    index = slice(row, row + 1) if isinstance(row, int) else row
+    index = slice(row, row + tokens) if isinstance(row, int) else row
     bits = (upper[index] << 16) | (lower[index] & 0xFFFF)
     value = lax.bitcast_convert_type(bits, jnp.float32)
     total += jnp.where(counts[:, None], value, 0.0)

@@ -91,16 +91,21 @@ class Shape:
   experts: int
   hidden: int
   inner: int
-  rows: int  # Of the activation and of the partial results.
   tokens: int
   choices: int
+  shared: int  # Experts that every token goes to.
+
+  @property
+  def front(self) -> int:
+    """Rows for the tokens themselves, before those of routed experts."""
+    return routing.round_up(self.tokens, routing.ALIGN) if self.shared else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
   """One tile of work: 128 rows of weights, `width` columns."""
 
-  expert: jax.Array
+  expert: jax.Array  # The shared ones are -S..-1.
   tile: jax.Array  # Which 128 rows of weights.
   source: jax.Array | int  # First row of x.
   row: jax.Array  # First row of the activation and of the partial results.
@@ -108,7 +113,10 @@ class Item:
 
 
 class Dense:
-  """Items of the dense form: the n-th touched expert is the n-th bit set."""
+  """Items of the dense form: the n-th touched expert is the n-th bit set.
+
+  The shared experts come first.
+  """
 
   def __init__(self, tables, shape, cut):
     self._ids, self._weights, *mask = tables
@@ -119,7 +127,8 @@ class Dense:
     for word in self._words:
       end = self._ends[-1] if self._ends else jnp.int32(0)
       self._ends.append(end + routing.count_bits(word))
-    self.number = self._ends[-1]
+    self.shared = shape.shared
+    self.number = self.shared + self._ends[-1]
 
   def _word(self, number):
     """A word of the mask of a single token."""
@@ -134,11 +143,12 @@ class Dense:
   def locate(self, work, tiles):
     """The item number `work` of `number` times `tiles`."""
     slot, tile = lax.div(work, tiles), lax.rem(work, tiles)
-    bits, skip, expert = self._words[0], slot, jnp.int32(0)
+    routed = slot - self.shared
+    bits, skip, expert = self._words[0], routed, jnp.int32(0)
     for w in range(1, len(self._words)):
-      beyond = slot >= self._ends[w - 1]
+      beyond = routed >= self._ends[w - 1]
       bits = jnp.where(beyond, self._words[w], bits)
-      skip = jnp.where(beyond, slot - self._ends[w - 1], skip)
+      skip = jnp.where(beyond, routed - self._ends[w - 1], skip)
       expert = jnp.where(beyond, 32 * w, expert)
     for half in (16, 8, 4, 2, 1):  # The bit with `skip` others below it.
       below = routing.count_bits(bits & ((1 << half) - 1))
@@ -147,6 +157,8 @@ class Dense:
       shifted = lax.shift_right_logical(bits, jnp.int32(half))
       bits = jnp.where(upper, shifted, bits)
       expert = jnp.where(upper, expert + half, expert)
+    if self.shared:
+      expert = jnp.where(routed < 0, routed, expert)
     columns = jnp.int32(self._cut.width)
     return Item(expert, tile, 0, slot * columns, columns)
 
@@ -163,21 +175,50 @@ class Dense:
       for k in range(self._shape.choices):
         chosen = self._ids[token, k] == item.expert
         weight += jnp.where(chosen, self._weights[token, k], 0.0)
+      if self.shared:
+        weight = jnp.where(item.expert < 0, 1.0, weight)
       weights = jnp.where(column == token, weight, weights)
     return weights
 
 
 class Grouped:
-  """Items of the grouped form: rows of the table of `routing.group`."""
+  """Items of the grouped form: rows of the table of `routing.group`.
+
+  A shared expert's tiles of rows are known without a table. Once its weights
+  are in the L2 they ask the memory for nothing, so they are spread among those
+  of the routed experts.
+  """
 
   def __init__(self, tables, shape, cut):
-    del shape
     self._table, number, self._weights = tables
-    self._cut = cut
-    self.number = number[0]
+    self._shape, self._cut = shape, cut
+    self._routed = number[0]
+    self._parts = pl.cdiv(shape.tokens, cut.width)
+    self.shared = shape.shared
+    self.number = self.shared * self._parts + self._routed
 
   def locate(self, work, tiles):
     """The item number `work` of `number` times `tiles`."""
+    if not self.shared:
+      return self._item(*self._locate_routed(work, tiles))
+    # A turn is one tile of a shared expert's weights for all rows, and then its
+    # share of the routed experts' items.
+    length = self._parts + lax.div(self._routed, jnp.int32(self.shared))
+    turn, part = lax.div(work, length), lax.rem(work, length)
+    turns = self.shared * tiles
+    before = jnp.minimum(turn + 1, turns) * self._parts
+    number, tile = lax.div(turn, tiles), lax.rem(turn, tiles)
+    front = self._shape.front // routing.ALIGN
+    tokens = self._shape.tokens
+    mine = number - self.shared, tile, part, 0, number * front, tokens
+    theirs = self._locate_routed(jnp.maximum(work - before, 0), tiles)
+    is_mine = (turn < turns) & (part < self._parts)
+    return self._item(
+      *(jnp.where(is_mine, a, b) for a, b in zip(mine, theirs, strict=True))
+    )
+
+  def _locate_routed(self, work, tiles):
+    """The arguments of `_item`."""
     entry = lax.div(work, tiles)
     expert, first, number, start, count = (
       self._table[entry, field] for field in range(5)
@@ -186,15 +227,24 @@ class Grouped:
     # weights, so that these are in the L2 from the second on.
     within = work - first * tiles
     part, tile = lax.rem(within, number), lax.div(within, number)
+    front = self._shape.front // routing.ALIGN
+    return expert, tile, part, front + start, self.shared * front + start, count
+
+  def _item(self, expert, tile, part, source, row, count):
+    """Of tile `part` of rows; their first ones in units of `ALIGN`."""
+    width = self._cut.width
     # As a multiple, so that Mosaic sees that rows start where its tiles do.
-    row = (start + part * (self._cut.width // routing.ALIGN)) * routing.ALIGN
-    return Item(expert, tile, row, row, count - part * self._cut.width)
+    source, row = (
+      (first + part * (width // routing.ALIGN)) * routing.ALIGN
+      for first in (source, row)
+    )
+    return Item(expert, tile, source, row, count - part * width)
 
   def column_weights(self, item, offset):
     """The weights of the item's columns from `offset` on, `[64, columns]`."""
     columns = self._cut.columns
     weights = plgpu.load(
-      self._weights.at[pl.ds(item.row + offset, columns)],
+      self._weights.at[pl.ds(item.source + offset, columns)],
       layout=plgpu.Layout.WGMMA.reduce(0),
       optimized=False,
     )

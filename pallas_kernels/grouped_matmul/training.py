@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import dense
+
 
 def expert_mlp(
   x: jax.Array,
@@ -16,6 +18,7 @@ def expert_mlp(
   down: jax.Array,
   expert_ids: jax.Array,
   expert_weights: jax.Array,
+  shared: dense.Weights | None = None,
 ) -> jax.Array:
   """See `api.expert_mlp`."""
   experts = jnp.arange(down.shape[0], dtype=jnp.int32)
@@ -26,7 +29,8 @@ def expert_mlp(
   # Selected, not multiplied by 0: an expert that nobody chose may be inf.
   wanted = jnp.any(chosen, axis=1)[:, :, None]
   inner = jnp.where(wanted, inner * mixed[:, :, None], 0.0).astype(x.dtype)
-  return _einsum('tei,ehi->th', inner, down)
+  y = _einsum('tei,ehi->th', inner, down)
+  return y if shared is None else y + dense.swiglu(x, *shared)
 
 
 def _einsum(spec, x, w):

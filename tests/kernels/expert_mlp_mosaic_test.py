@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels import dense
 from pallas_kernels.grouped_matmul import api, bench_cases, mosaic_gpu, tiles
 from pallas_kernels.grouped_matmul import reference as plain
 
@@ -22,7 +23,7 @@ WIDE = Plan(dense=False, columns=16, consumers=2)
 CLUSTER = dataclasses.replace(WIDE, cluster=2)
 
 
-def make_inputs(rows, ids=None, seed=0):
+def make_inputs(rows, ids=None, seed=0, shared=0):
   rng = np.random.default_rng(seed)
 
   def draw(*shape):
@@ -32,7 +33,11 @@ def make_inputs(rows, ids=None, seed=0):
   if ids is None:
     ids = rng.integers(-1, E + 2, (rows, K))
   weights = jnp.asarray(rng.uniform(0.5, 1.5, (rows, K)), jnp.float32)
-  return x, gate_up, down, jnp.asarray(ids, jnp.int32), weights
+  inputs = x, gate_up, down, jnp.asarray(ids, jnp.int32), weights
+  if not shared:
+    return inputs
+  width = shared * I
+  return *inputs, (draw(width, H), draw(width, H), draw(H, width))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -40,18 +45,25 @@ def interpreted(cut, *inputs):
   return mosaic_gpu.run(*inputs, cut=cut, interpret=INTERPRET)
 
 
-def exact(x, gate_up, down, ids, weights):
+def silu(x):
+  return x / (1 + np.exp(-x))
+
+
+def exact(x, gate_up, down, ids, weights, shared=None):
   """The same in float64, the activation not rounded."""
-  x, gate_up, down, weights = (
-    np.asarray(a.astype(jnp.float32), np.float64)
-    for a in (x, gate_up, down, weights)
+  x, gate_up, down, weights, shared = jax.tree.map(
+    lambda a: np.asarray(a.astype(jnp.float32), np.float64),
+    (x, gate_up, down, weights, shared),
   )
   out = np.zeros(x.shape)
+  if shared:
+    gate, up, back = shared
+    out = (silu(x @ gate.T) * (x @ up.T)) @ back.T
   for t, k in np.ndindex(ids.shape):
     e = int(ids[t, k])
     if 0 <= e < len(down):
       gate, up = np.split(gate_up[e] @ x[t], 2)
-      out[t] += weights[t, k] * (down[e] @ (gate / (1 + np.exp(-gate)) * up))
+      out[t] += weights[t, k] * (down[e] @ (silu(gate) * up))
   return out
 
 
@@ -93,6 +105,31 @@ def test_rows_of_no_expert_are_zero(cut):
   assert not np.any(interpreted(cut, *inputs))
 
 
+@pytest.mark.parametrize(
+  ('cut', 'rows', 'shared'),
+  [(DENSE, 1, 2), (DENSE, 11, 1), (GROUPED, 21, 2), (WIDE, 45, 1)]
+  + [(CLUSTER, 45, 2)],
+)
+def test_shared_experts_are_added(cut, rows, shared):
+  check_against_float64(cut, make_inputs(rows, shared=shared))
+
+
+@pytest.mark.parametrize('cut', [DENSE, GROUPED])
+def test_rows_of_no_expert_have_the_shared_ones(cut):
+  check_against_float64(cut, make_inputs(4, np.full((4, K), E), shared=2))
+
+
+def test_shared_experts_that_are_no_multiple_are_left_to_xla():
+  *inputs, shared = make_inputs(3, shared=2)
+  gate, up, down = shared
+  shared = gate[:-1], up[:-1], down[:, :-1]
+  mine = interpreted(DENSE, *inputs, shared)
+  routed = interpreted(DENSE, *inputs)
+  np.testing.assert_array_equal(
+    mine, jax.jit(lambda x: routed + dense.swiglu(x, *shared))(inputs[0])
+  )
+
+
 def test_bits_do_not_depend_on_the_other_rows():
   """Alone, among few, among many, in either form; and a second time."""
   x, gate_up, down, ids, weights = make_inputs(24)
@@ -106,9 +143,19 @@ def test_bits_do_not_depend_on_the_other_rows():
     np.testing.assert_array_equal(result, few[-1][: len(result)])
 
 
+def test_bits_with_shared_experts_do_not_depend_on_the_other_rows():
+  x, gate_up, down, ids, weights, shared = make_inputs(24, shared=2)
+  alone, few, many = (
+    interpreted(cut, x[:n], gate_up, down, ids[:n], weights[:n], shared)
+    for cut, n in ((DENSE, 1), (DENSE, 8), (CLUSTER, 24))
+  )
+  np.testing.assert_array_equal(alone, many[:1])
+  np.testing.assert_array_equal(few, many[:8])
+
+
 @pytest.mark.parametrize('cut', [DENSE, GROUPED])
 def test_nan_stays_in_its_row(cut):
-  x, *rest = make_inputs(8)
+  x, *rest = make_inputs(8, shared=1)
   clean = interpreted(cut, x, *rest)
   spoilt = interpreted(cut, x.at[2].set(jnp.nan), *rest)
   others = np.arange(8) != 2
@@ -139,6 +186,21 @@ def shapes(rows, choices, experts, hidden, inner):
 @pytest.mark.parametrize('model', [(6, 64, 2048, 1408), (8, 256, 7168, 2048)])
 def test_lowers_at_real_shapes(rows, model):
   lower(mosaic_gpu.expert_mlp, *shapes(rows, *model))
+
+
+@pytest.mark.parametrize(
+  ('rows', 'model'),
+  [(n, (6, 64, 2048, 1408)) for n in (1, 17, 65, 257, 1025, 2048)]
+  + [(n, (8, 256, 7168, 2048)) for n in (1, 65)],
+)
+def test_lowers_with_shared_experts(rows, model):
+  """Moonlight's two and DeepSeek-V3's one."""
+  choices, _, hidden, inner = model
+  width = inner * (2 if choices == 6 else 1)
+  struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+  wide = struct((width, hidden))
+  shared = wide, wide, struct((hidden, width))
+  lower(mosaic_gpu.expert_mlp, *shapes(rows, *model), shared)
 
 
 @pytest.mark.parametrize('rows', [5, 2000])
@@ -180,7 +242,7 @@ def test_derivative_is_the_references(monkeypatch):
   monkeypatch.setattr(
     mosaic_gpu, 'run', lambda *inputs: plain.expert_mlp(*inputs)
   )
-  x, *rest = make_inputs(3)
+  x, *rest = make_inputs(3, shared=1)
 
   def loss(mlp, x):
     return jnp.sum(mlp(x, *rest).astype(jnp.float32))

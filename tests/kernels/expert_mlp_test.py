@@ -1,5 +1,7 @@
 """expert_mlp against a float64 NumPy loop over rows and choices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import dense
 from pallas_kernels.grouped_matmul import api
 
 T, H, I, E, K = 6, 7, 5, 4, 3  # noqa: E741
@@ -143,6 +146,29 @@ def test_gradients_equal_finite_differences():
   assert (np.asarray(grads[1])[unused] == 0).all()
 
 
+def make_shared(width, seed=0):
+  rng = np.random.default_rng(seed)
+  gate, up = rng.normal(size=(2, width, H)).astype(np.float32)
+  return gate, up, rng.normal(size=(H, width)).astype(np.float32)
+
+
+@pytest.mark.parametrize('implementation', ['reference', 'training'])
+def test_the_shared_swiglu_is_added(implementation):
+  """To the bit what the two give that are added; also for a row without any."""
+  inputs, shared = make_arrays(8), make_shared(2 * I + 1)
+  inputs[3][0] = E
+  run = functools.partial(api.expert_mlp, implementation=implementation)
+  run = jax.jit(run)
+  got = run(*inputs, shared=shared)
+  swiglu = jax.jit(dense.swiglu)(inputs[0], *shared)
+  np.testing.assert_array_equal(got, run(*inputs) + swiglu)
+  x, gate, up, down = (a.astype(np.float64) for a in (inputs[0], *shared))
+  gate, up = x @ gate.T, x @ up.T
+  np.testing.assert_allclose(
+    swiglu, (gate / (1 + np.exp(-gate)) * up) @ down.T, rtol=2e-5, atol=5e-5
+  )
+
+
 def test_bfloat16_stays_within_its_rounding():
   *arrays, weights = make_arrays(7)
   x, gate_up, down = (jnp.asarray(a, jnp.bfloat16) for a in arrays[:3])
@@ -170,6 +196,11 @@ def test_bfloat16_stays_within_its_rounding():
     ('expert_ids', dict(expert_ids=np.zeros((T, K), np.float32))),
     ('expert_weights', dict(expert_weights=np.zeros((T, 1), np.float32))),
     ("implementation.*'reference'", dict(implementation='ragged')),
+    ('shared', dict(shared=make_shared(3)[:2])),
+    ('shared gate', dict(shared=(np.zeros((3, H + 1), np.float32),) * 3)),
+    ('shared up', dict(shared=make_shared(3)[:1] + make_shared(4)[1:])),
+    ('shared down', dict(shared=make_shared(3)[:2] + make_shared(4)[2:])),
+    ('shared gate', dict(shared=[w.astype(np.int32) for w in make_shared(3)])),
   ],
 )
 def test_invalid_arguments_name_the_argument(name, change):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax.model.layers import matmul
+from pallas_kernels.dense import matmul
 from pallas_kernels.grouped_matmul.api import expert_mlp
 from pallas_kernels.quantized import QuantizedArray, expand
 from tests.io import quantize
