@@ -1,11 +1,14 @@
 """Products with weights `[out, in]` that XLA does, and SwiGLU."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.quantized import QuantizedArray, expand
 
+MANY_ROWS = 128
 # Of a SwiGLU: gate and up `[W, H]`, down `[H, W]`.
 Weights = tuple[
   jax.Array | QuantizedArray,
@@ -71,6 +74,17 @@ def dot(
   )
 
 
+def apart(x: jax.Array) -> jax.Array:
+  """`x [..., I]`, but if it has many rows, another value to XLA.
+
+  XLA makes one product of several with the same operand, and concatenates their
+  weights. Few rows read them through the concatenation. The fast products of
+  many rows want it in memory, and that is a copy of weights in every step.
+  """
+  many = math.prod(x.shape[:-1]) >= MANY_ROWS
+  return lax.optimization_barrier(x) if many else x
+
+
 def swiglu(
   x: jax.Array,
   gate: jax.Array | QuantizedArray,
@@ -89,5 +103,5 @@ def swiglu(
     `[..., H]` in x's dtype.
   """
   gated = jax.nn.silu(matmul(x, gate).astype(x.dtype))
-  inner = gated * matmul(x, up).astype(x.dtype)
+  inner = gated * matmul(apart(x), up).astype(x.dtype)
   return matmul(inner, down).astype(x.dtype)

@@ -24,8 +24,6 @@ def cases() -> list[BenchCase]:
     _case('moonlight, 65 tokens x 6', 65, 6, _MOONLIGHT),
     _case('moonlight, 257 tokens x 6', 257, 6, _MOONLIGHT),
     _case('moonlight, 1025 tokens x 6', 1025, 6, _MOONLIGHT),
-    _case('moonlight, 1 token x 6, shared 2', 1, 6, _MOONLIGHT, 2),
-    _case('moonlight, 65 tokens x 6, shared 2', 65, 6, _MOONLIGHT, 2),
     _case('moonlight, 257 tokens x 6, shared 2', 257, 6, _MOONLIGHT, 2),
     _case('deepseek, 16 tokens x 8, all experts', 16, 8, _DEEPSEEK),
     _case('deepseek, 2048 tokens x 6', 2048, 6, _DEEPSEEK),

@@ -17,7 +17,8 @@ Two ways to give a tile its columns:
   kernel of its own sorts them, see `grouping`; thousands of tokens XLA's ops.
 
 A shared SwiGLU of S times an expert's width is S experts that every row goes
-to, with weight 1: in either form they are S more, whose columns are all rows.
+to, with weight 1: the grouped form takes them as S more, whose columns are all
+rows, where that is faster than XLA's products beside the kernels.
 
 An output element is the sum over a whole row of weights, 16 at a time from the
 first to the last, in a float32 accumulator, whatever the number of columns: its
@@ -140,8 +141,9 @@ def _takes(shared, cut, tokens, experts, hidden, inner):
     return False
   width = shared[0].shape[0]
   # For thousands of rows XLA is fast, and L2 traffic, not memory, the limit.
-  few = cut.dense or grouping.supported(tokens, hidden, experts, cut)
-  return few and width >= inner and width % inner == 0
+  few = grouping.supported(tokens, hidden, experts, cut)
+  whole = width >= inner and width % inner == 0
+  return cut.takes_shared and not cut.dense and few and whole
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -191,12 +193,10 @@ def _arrange_dense(shape, cut, interpret, x, ids, weights):
   if shape.tokens > 1:
     mask = routing.touched(ids, shape.experts)
     tables = (*tables, mask)
-  places = routing.shared_places(shape.shared, cut.width, shape.tokens)
-  first = shape.shared * cut.width
-  places += routing.dense_places(ids, mask, shape.experts, cut.width, first)
+  places = routing.dense_places(ids, mask, shape.experts, cut.width)
   if 8 < shape.tokens < cut.width:  # More than one tile of 8 must be whole.
     x = jnp.pad(x, ((0, cut.width - shape.tokens), (0, 0)))
-  return tables, x, places, first + min(shape.experts, ids.size) * cut.width
+  return tables, x, places, min(shape.experts, ids.size) * cut.width
 
 
 def _arrange_grouped(shape, cut, interpret, x, ids, weights):

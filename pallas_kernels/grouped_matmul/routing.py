@@ -80,25 +80,24 @@ def touched(ids: jax.Array, experts: int) -> jax.Array:
 
 
 def dense_places(
-  ids: jax.Array, mask: jax.Array | None, experts: int, width: int, first: int
+  ids: jax.Array, mask: jax.Array | None, experts: int, width: int
 ) -> Places:
-  """The places if token t's row of the n-th touched is first + n width + t.
+  """The places if token t's row of the n-th touched expert is n width + t.
 
   Args:
     ids: `[T, K]` int32 of `merge_repeats`.
     mask: `touched(ids)`; None if T is 1, whose n-th expert is the n-th of all.
     experts: E.
     width: rows an expert has.
-    first: rows before those of routed experts.
   """
   if mask is None:
     number = jnp.sum(ids < experts, axis=1)
-    return [(first + k * width, number > k) for k in range(ids.shape[1])]
+    return [(k * width, number > k) for k in range(ids.shape[1])]
   slot = jnp.zeros(ids.shape, jnp.int32)
   for w in range(mask.shape[0]):
     slot += count_bits(mask[w] & _low_bits(jnp.clip(ids - 32 * w, 0, 32)))
   token = lax.broadcasted_iota(jnp.int32, ids.shape, 0)
-  return _in_expert_order(ids, first + slot * width + token, experts)
+  return _in_expert_order(ids, slot * width + token, experts)
 
 
 def shared_places(number: int, rows: int, tokens: int) -> Places:

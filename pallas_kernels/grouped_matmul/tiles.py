@@ -19,6 +19,7 @@ from pallas_kernels.grouped_matmul import routing
 
 TILE = 64  # Rows of weights, and steps along the sum, of a swizzled tile.
 _DENSE_TOKENS = 16
+_SHARED_TOKENS = 128
 _MAX_COLUMNS = 128  # Two float32 accumulators of it fill 128 registers.
 
 
@@ -34,6 +35,7 @@ class Plan:
     stages: tiles of weights in flight, at most.
     cluster: blocks that take neighbouring tiles of weights at the same time and
       load the columns, which they share, once, by multicast.
+    takes_shared: whether a shared SwiGLU is cut into experts as well.
     groups: warpgroups of a block that groups rows by expert, see `grouping`.
   """
 
@@ -43,6 +45,7 @@ class Plan:
   blocks: int
   stages: int = 16
   cluster: int = 1
+  takes_shared: bool = False
   groups: int = 4
 
   @property
@@ -62,6 +65,10 @@ class Plan:
 def plan(tokens: int, choices: int, experts: int) -> Plan:
   """The default cut for this many tokens.
 
+  A shared SwiGLU of few rows costs nothing beside the routed experts, as XLA
+  launches it while the rows are routed; from some hundred on its own products
+  take longer than its share of the kernels.
+
   A tile should hold an expert's rows at once (the weights would otherwise come
   a second time, though from the L2) without many empty columns: the mean of a
   uniform routing and two standard deviations.
@@ -76,7 +83,14 @@ def plan(tokens: int, choices: int, experts: int) -> Plan:
   columns = min(_MAX_COLUMNS, columns)
   # Only wide tiles ask the L2 for so much that sharing pays.
   cluster = 2 if columns > TILE and blocks % 2 == 0 else 1
-  return Plan(False, columns, consumers, blocks, cluster=cluster)
+  return Plan(
+    dense=False,
+    columns=columns,
+    consumers=consumers,
+    blocks=blocks,
+    cluster=cluster,
+    takes_shared=tokens >= _SHARED_TOKENS,
+  )
 
 
 def _multiprocessors() -> int:
@@ -113,10 +127,9 @@ class Item:
 
 
 class Dense:
-  """Items of the dense form: the n-th touched expert is the n-th bit set.
+  """Items of the dense form: the n-th touched expert is the n-th bit set."""
 
-  The shared experts come first.
-  """
+  shared = 0
 
   def __init__(self, tables, shape, cut):
     self._ids, self._weights, *mask = tables
@@ -127,8 +140,7 @@ class Dense:
     for word in self._words:
       end = self._ends[-1] if self._ends else jnp.int32(0)
       self._ends.append(end + routing.count_bits(word))
-    self.shared = shape.shared
-    self.number = self.shared + self._ends[-1]
+    self.number = self._ends[-1]
 
   def _word(self, number):
     """A word of the mask of a single token."""
@@ -143,12 +155,11 @@ class Dense:
   def locate(self, work, tiles):
     """The item number `work` of `number` times `tiles`."""
     slot, tile = lax.div(work, tiles), lax.rem(work, tiles)
-    routed = slot - self.shared
-    bits, skip, expert = self._words[0], routed, jnp.int32(0)
+    bits, skip, expert = self._words[0], slot, jnp.int32(0)
     for w in range(1, len(self._words)):
-      beyond = routed >= self._ends[w - 1]
+      beyond = slot >= self._ends[w - 1]
       bits = jnp.where(beyond, self._words[w], bits)
-      skip = jnp.where(beyond, routed - self._ends[w - 1], skip)
+      skip = jnp.where(beyond, slot - self._ends[w - 1], skip)
       expert = jnp.where(beyond, 32 * w, expert)
     for half in (16, 8, 4, 2, 1):  # The bit with `skip` others below it.
       below = routing.count_bits(bits & ((1 << half) - 1))
@@ -157,8 +168,6 @@ class Dense:
       shifted = lax.shift_right_logical(bits, jnp.int32(half))
       bits = jnp.where(upper, shifted, bits)
       expert = jnp.where(upper, expert + half, expert)
-    if self.shared:
-      expert = jnp.where(routed < 0, routed, expert)
     columns = jnp.int32(self._cut.width)
     return Item(expert, tile, 0, slot * columns, columns)
 
@@ -175,8 +184,6 @@ class Dense:
       for k in range(self._shape.choices):
         chosen = self._ids[token, k] == item.expert
         weight += jnp.where(chosen, self._weights[token, k], 0.0)
-      if self.shared:
-        weight = jnp.where(item.expert < 0, 1.0, weight)
       weights = jnp.where(column == token, weight, weights)
     return weights
 
