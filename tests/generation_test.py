@@ -105,9 +105,10 @@ def test_stops_are_of_the_row(pair):
 
 
 SHAPES = (
-  (24, 0, 8),
+  # A tree of the root alone and a full block: see also `lossless_test`.
+  pytest.param(24, 0, 8, marks=pytest.mark.slow),
   (24, 5, 8),
-  (33, 16, 8),
+  pytest.param(33, 16, 8, marks=pytest.mark.slow),
   (40, 1, 3),
   (17, 31, 5),
   (64, 7, 2),
