@@ -31,8 +31,11 @@ from kdtree_jax.decode.programs import PROGRAMS  # noqa: E402
 
 # A compiled program holds some hundred memory maps, of which Linux allows a
 # process 65530: a worker that compiled the whole matrix crashed at the limit.
-PROGRAMS_AT_ONCE = 60
-_forgotten = [0]
+MAPS_AT_ONCE = 40_000
+MAPS = pathlib.Path('/proc/self/maps')
+# Counting takes milliseconds: only after some compilations.
+PROGRAMS_BETWEEN = 15
+_counted = [0]
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
@@ -42,8 +45,10 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 def few_programs():
   """Forgets what was compiled, now and then, between two tests."""
   yield
-  if PROGRAMS.compilations - _forgotten[0] > PROGRAMS_AT_ONCE:
-    _forgotten[0] = PROGRAMS.compilations
+  if PROGRAMS.compilations - _counted[0] < PROGRAMS_BETWEEN:
+    return
+  _counted[0] = PROGRAMS.compilations
+  if MAPS.exists() and MAPS.read_bytes().count(b'\n') > MAPS_AT_ONCE:
     PROGRAMS.clear()
     jax.clear_caches()
     gc.collect()

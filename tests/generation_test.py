@@ -244,30 +244,23 @@ def test_stop_strings_cross_token_borders(pair, place, rounds):
 )
 def test_turns_equal_a_fresh_run_on_the_whole_text(pair, temperature):
   target, drafter = pair
-  options = {
-    'tree_budget': 16,
-    'prefill_chunk': 8,
-    'stop_ids': (),
-    'capacity': 128,
-    'temperature': temperature,
-  }
-  for used in (drafter, None):
-    talk = sessions.Conversation(target, used, **options)
-    text = []
-    for turn, count in ((5, 9), (1, 3), (19, 14)):
-      ids = support.prompt_of(target.config, turn, seed=turn)
-      answer = talk.send(ids, count)
-      text += ids
-      fresh = generation.generate(
-        target, used, text, max_new_tokens=count, **options
-      )
-      assert answer.prompt_ids == text
-      assert answer.output_ids == fresh.output_ids
-      text += answer.output_ids
-    with pytest.raises(UserError, match='capacity'):
-      talk.send([1] * 128)
-    again = talk.send([2], 4)
-    assert again.prompt_ids == [*text, 2]
+  options = OPTIONS | {'temperature': temperature}
+  talk = sessions.Conversation(target, drafter, **options)
+  text = []
+  for turn, count in ((5, 9), (1, 3), (19, 14)):
+    ids = support.prompt_of(target.config, turn, seed=turn)
+    answer = talk.send(ids, count)
+    text += ids
+    fresh = generation.generate(
+      target, drafter, text, **options | {'max_new_tokens': count}
+    )
+    assert answer.prompt_ids == text
+    assert answer.output_ids == fresh.output_ids
+    text += answer.output_ids
+  with pytest.raises(UserError, match='capacity'):
+    talk.send([1] * 64)
+  again = talk.send([2], 4)
+  assert again.prompt_ids == [*text, 2]
 
 
 def test_a_turn_after_a_stop_follows_the_stop(pair):
