@@ -5,11 +5,11 @@ import pathlib
 import tempfile
 
 # Most of the suite's time is compilation. Without LLVM's optimisations the
-# programs are the same, XLA's passes and IEEE arithmetic included; the demo and
-# the README's commands are tested as users run them. Splitting each for 32
-# threads costs more than a worker's core gives back. And what one worker, run
-# or subprocess has compiled, another need not: JAX finds it by its HLO; small
-# programs as well, for they are many and forgotten with the large ones.
+# programs are the same, XLA's passes and IEEE arithmetic included; the demo is
+# tested as users run it. Splitting each for 32 threads costs more than a
+# worker's core gives back. And what one worker, run or subprocess has compiled,
+# another need not: JAX finds it by its HLO; small programs as well, for they
+# are many and forgotten with the large ones.
 os.environ['XLA_FLAGS'] = ' '.join(
   [
     os.environ.get('XLA_FLAGS', ''),

@@ -1,5 +1,6 @@
 """Batches, limits, streams, further turns, chain seeds: the public calls."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -150,12 +151,12 @@ def test_random_lengths_around_the_limits(capacity, budget, block):
 @pytest.mark.parametrize('rounds', (1, 3, 100))
 def test_stream_is_generate_in_pieces(pair, rounds):
   target, drafter = pair
-  prompts = prompts_of(target, (4, 12))
+  prompts = prompts_of(target, (4, 12, 7))
   wanted = generation.generate_batch(target, drafter, prompts, **OPTIONS)
   stream = sessions.Stream(
     target, drafter, prompts, rounds_per_step=rounds, **OPTIONS
   )
-  pieces = [[], []]
+  pieces = [[] for _ in prompts]
   for update in stream:
     for piece, new in zip(pieces, update.new_ids, strict=True):
       piece += new
@@ -307,10 +308,14 @@ def test_chain_seed(budget):
   logits = jnp.asarray(rng.normal(size=(5, 6, 30)) * 0.2, jnp.float32)
   logits = logits.at[3].multiply(50.0).at[4, 3].set(-jnp.inf)
   root = jnp.arange(5, dtype=jnp.int32)
-  plain = best_first(logits, root, budget)
-  seeded = seed_chain(plain, logits)
+
+  @jax.jit
+  def trees(logits, root):
+    plain = best_first(logits, root, budget)
+    return plain, seed_chain(plain, logits), chain(logits, root, budget)
+
+  plain, seeded, spine = jax.device_get(trees(logits, root))
   check_invariants(seeded)
-  spine = chain(logits, root, budget)
   for b in range(5):
     paths = [token_paths(tree, b) for tree in (plain, seeded, spine)]
     assert set(paths[2]) <= set(paths[1]), 'the chain is not whole'
@@ -332,15 +337,19 @@ def token_paths(tree, row):
 
 
 @pytest.mark.parametrize(
-  'drafter_name',
-  ('random', 'oracle', pytest.param('dflash', marks=pytest.mark.slow)),
+  ('drafter_name', 'budgets'),
+  (
+    ('random', (16,)),
+    ('oracle', (3, 16)),
+    pytest.param('dflash', (3, 16), marks=pytest.mark.slow),
+  ),
 )
-def test_chain_seed_changes_no_token(drafter_name):
+def test_chain_seed_changes_no_token(drafter_name, budgets):
   target = support.variant('tiny')
   drafter = api.load_drafter(drafter_name, target, 6)
   prompt = support.prompt_of(target.config, 5)
   wanted = generation.generate(target, None, prompt, **OPTIONS).output_ids
-  for budget in (3, 16):
+  for budget in budgets:
     result = generation.generate(
       target,
       drafter,
