@@ -23,6 +23,7 @@ os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 
 import gc  # noqa: E402
+import itertools  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -31,11 +32,11 @@ from kdtree_jax.decode.programs import PROGRAMS  # noqa: E402
 
 # A compiled program holds some hundred memory maps, of which Linux allows a
 # process 65530: a worker that compiled the whole matrix crashed at the limit.
-MAPS_AT_ONCE = 40_000
+MAPS_AT_ONCE = 35_000
 MAPS = pathlib.Path('/proc/self/maps')
-# Counting takes milliseconds: only after some compilations.
-PROGRAMS_BETWEEN = 15
-_counted = [0]
+# Counting takes milliseconds.
+TESTS_BETWEEN = 5
+_tests = itertools.count(1)
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
@@ -45,10 +46,9 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 def few_programs():
   """Forgets what was compiled, now and then, between two tests."""
   yield
-  if PROGRAMS.compilations - _counted[0] < PROGRAMS_BETWEEN:
+  if next(_tests) % TESTS_BETWEEN or not MAPS.exists():
     return
-  _counted[0] = PROGRAMS.compilations
-  if MAPS.exists() and MAPS.read_bytes().count(b'\n') > MAPS_AT_ONCE:
+  if MAPS.read_bytes().count(b'\n') > MAPS_AT_ONCE:
     PROGRAMS.clear()
     jax.clear_caches()
     gc.collect()
