@@ -54,6 +54,31 @@ def test_a_right_engine_passes():
   assert found.cache_error < 1e-4 and found.context_error < 1e-4
 
 
+# Before what is planted, which forgets all programs: these share theirs.
+
+
+def test_nan_is_a_failure():
+  found = dataclasses.replace(report(), cache_error=float('nan'))
+  assert any('cache' in text for text in audits._failures(found, 'float32'))
+
+
+def test_the_mode_says_so_in_its_exit_status(tmp_path, capsys):
+  folder = support.DATA / FIXTURE
+  config = RunConfig(
+    mode='audit',
+    target=str(folder),
+    drafter=str(folder / 'dflash'),
+    prompt_ids=('31', '0', '39'),
+    max_new_tokens=10,
+    tree_budget=('5', '24'),
+    output=str(tmp_path / 'audit.jsonl'),
+  )
+  assert mode.run(config) == 0
+  assert capsys.readouterr().out.count(': passed') == 2
+  lines = (tmp_path / 'audit.jsonl').read_text().splitlines()
+  assert [json.loads(line)['tree_budget'] for line in lines] == [5, 24]
+
+
 def test_mask_that_ignores_ancestry(planted):
   honest = stages.verify
 
@@ -125,23 +150,6 @@ def test_bfloat16_divergences_are_judged():
     assert parting is None or parting.near_tie
 
 
-def test_the_mode_says_so_in_its_exit_status(tmp_path, capsys):
-  folder = support.DATA / FIXTURE
-  config = RunConfig(
-    mode='audit',
-    target=str(folder),
-    drafter=str(folder / 'dflash'),
-    prompt_ids=('31', '0', '39'),
-    max_new_tokens=10,
-    tree_budget=('5', '9'),
-    output=str(tmp_path / 'audit.jsonl'),
-  )
-  assert mode.run(config) == 0
-  assert capsys.readouterr().out.count(': passed') == 2
-  lines = (tmp_path / 'audit.jsonl').read_text().splitlines()
-  assert [json.loads(line)['tree_budget'] for line in lines] == [5, 9]
-
-
 def test_sampling_is_refused():
   with pytest.raises(UserError, match='greedy'):
     report(temperature=1.0)
@@ -211,11 +219,6 @@ def test_a_wrong_first_token_is_judged_by_prefill():
   other = seen([target.config.vocab_size - 1, 2], np.zeros((2, 64)))
   found = divergence.judge(target, [9, 8, 7], ar, other, ar)
   assert found.position == 3 and found.noise > 0
-
-
-def test_nan_is_a_failure():
-  found = dataclasses.replace(report(), cache_error=float('nan'))
-  assert any('cache' in text for text in audits._failures(found, 'float32'))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Batches, limits, streams, further turns, chain seeds: the public calls."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,9 +106,10 @@ def test_stops_are_of_the_row(pair):
 
 
 SHAPES = (
-  (24, 0, 8),
+  # A tree of the root alone and a full block: see also `lossless_test`.
+  pytest.param(24, 0, 8, marks=pytest.mark.slow),
   (24, 5, 8),
-  (33, 16, 8),
+  pytest.param(33, 16, 8, marks=pytest.mark.slow),
   (40, 1, 3),
   (17, 31, 5),
   (64, 7, 2),
@@ -149,12 +151,12 @@ def test_random_lengths_around_the_limits(capacity, budget, block):
 @pytest.mark.parametrize('rounds', (1, 3, 100))
 def test_stream_is_generate_in_pieces(pair, rounds):
   target, drafter = pair
-  prompts = prompts_of(target, (4, 12))
+  prompts = prompts_of(target, (4, 12, 7))
   wanted = generation.generate_batch(target, drafter, prompts, **OPTIONS)
   stream = sessions.Stream(
     target, drafter, prompts, rounds_per_step=rounds, **OPTIONS
   )
-  pieces = [[], []]
+  pieces = [[] for _ in prompts]
   for update in stream:
     for piece, new in zip(pieces, update.new_ids, strict=True):
       piece += new
@@ -243,30 +245,23 @@ def test_stop_strings_cross_token_borders(pair, place, rounds):
 )
 def test_turns_equal_a_fresh_run_on_the_whole_text(pair, temperature):
   target, drafter = pair
-  options = {
-    'tree_budget': 16,
-    'prefill_chunk': 8,
-    'stop_ids': (),
-    'capacity': 128,
-    'temperature': temperature,
-  }
-  for used in (drafter, None):
-    talk = sessions.Conversation(target, used, **options)
-    text = []
-    for turn, count in ((5, 9), (1, 3), (19, 14)):
-      ids = support.prompt_of(target.config, turn, seed=turn)
-      answer = talk.send(ids, count)
-      text += ids
-      fresh = generation.generate(
-        target, used, text, max_new_tokens=count, **options
-      )
-      assert answer.prompt_ids == text
-      assert answer.output_ids == fresh.output_ids
-      text += answer.output_ids
-    with pytest.raises(UserError, match='capacity'):
-      talk.send([1] * 128)
-    again = talk.send([2], 4)
-    assert again.prompt_ids == [*text, 2]
+  options = OPTIONS | {'temperature': temperature}
+  talk = sessions.Conversation(target, drafter, **options)
+  text = []
+  for turn, count in ((5, 9), (1, 3), (19, 14)):
+    ids = support.prompt_of(target.config, turn, seed=turn)
+    answer = talk.send(ids, count)
+    text += ids
+    fresh = generation.generate(
+      target, drafter, text, **options | {'max_new_tokens': count}
+    )
+    assert answer.prompt_ids == text
+    assert answer.output_ids == fresh.output_ids
+    text += answer.output_ids
+  with pytest.raises(UserError, match='capacity'):
+    talk.send([1] * 64)
+  again = talk.send([2], 4)
+  assert again.prompt_ids == [*text, 2]
 
 
 def test_a_turn_after_a_stop_follows_the_stop(pair):
@@ -313,10 +308,14 @@ def test_chain_seed(budget):
   logits = jnp.asarray(rng.normal(size=(5, 6, 30)) * 0.2, jnp.float32)
   logits = logits.at[3].multiply(50.0).at[4, 3].set(-jnp.inf)
   root = jnp.arange(5, dtype=jnp.int32)
-  plain = best_first(logits, root, budget)
-  seeded = seed_chain(plain, logits)
+
+  @jax.jit
+  def trees(logits, root):
+    plain = best_first(logits, root, budget)
+    return plain, seed_chain(plain, logits), chain(logits, root, budget)
+
+  plain, seeded, spine = jax.device_get(trees(logits, root))
   check_invariants(seeded)
-  spine = chain(logits, root, budget)
   for b in range(5):
     paths = [token_paths(tree, b) for tree in (plain, seeded, spine)]
     assert set(paths[2]) <= set(paths[1]), 'the chain is not whole'
@@ -338,15 +337,19 @@ def token_paths(tree, row):
 
 
 @pytest.mark.parametrize(
-  'drafter_name',
-  ('random', 'oracle', pytest.param('dflash', marks=pytest.mark.slow)),
+  ('drafter_name', 'budgets'),
+  (
+    ('random', (16,)),
+    ('oracle', (3, 16)),
+    pytest.param('dflash', (3, 16), marks=pytest.mark.slow),
+  ),
 )
-def test_chain_seed_changes_no_token(drafter_name):
+def test_chain_seed_changes_no_token(drafter_name, budgets):
   target = support.variant('tiny')
   drafter = api.load_drafter(drafter_name, target, 6)
   prompt = support.prompt_of(target.config, 5)
   wanted = generation.generate(target, None, prompt, **OPTIONS).output_ids
-  for budget in (3, 16):
+  for budget in budgets:
     result = generation.generate(
       target,
       drafter,

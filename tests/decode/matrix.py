@@ -43,8 +43,9 @@ def pairwise() -> list[Case]:
   """Combinations in which every two values of two axes meet somewhere.
 
   Greedy: each pick is the combination with the most pairs not met so far,
-  the first of those that are equal. Real models, reduced, are near copies of
-  the variants: `each_once` and `whole` have them.
+  the first of those that are equal. By variant, so that one process meets
+  all cases of a target. Real models, reduced, are near copies of the variants:
+  `each_once` and `whole` have them.
   """
   remaining = [c for c in combinations() if c.variant in support.SMALL]
   axes = list(itertools.combinations(range(len(AXES)), 2))
@@ -59,7 +60,7 @@ def pairwise() -> list[Case]:
     missing -= pairs(best)
     remaining.remove(best)
     chosen.append(best)
-  return chosen
+  return sorted(chosen)
 
 
 def each_once() -> list[Case]:

@@ -68,8 +68,15 @@ def leaves(params):
   )
 
 
-@pytest.mark.parametrize('name', QUANTIZED)
-@pytest.mark.parametrize('drafter', ['oracle', 'random'])
+@pytest.mark.parametrize(
+  ('name', 'drafter'),
+  (
+    (INT4, 'random'),
+    (FP8, 'oracle'),
+    pytest.param(INT4, 'oracle', marks=pytest.mark.slow),
+    pytest.param(FP8, 'random', marks=pytest.mark.slow),
+  ),
+)
 def test_every_method_gives_the_tokens_of_ar_with_weights_as_stored(
   name, drafter
 ):
