@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import os
 import pkgutil
 import statistics
 import sys
@@ -402,10 +403,17 @@ def _report(rows, ceilings: Ceilings | None, output: str | None) -> int:
     failed |= not row['ok']
     print(table_row(row), flush=True)
     lines.append(json.dumps(row, default=float))
-  if output:
-    with open(output, 'w', encoding='utf-8') as file:
-      file.write('\n'.join(lines) + '\n')
+    if output:  # After every row: nothing of an interrupted run is lost.
+      _write(output, lines)
   return int(failed)
+
+
+def _write(path: str, lines: list[str]) -> None:
+  """Writes the whole file beside the old one, then puts it in its place."""
+  temporary = f'{path}.partial'
+  with open(temporary, 'w', encoding='utf-8') as file:
+    file.write('\n'.join(lines) + '\n')
+  os.replace(temporary, path)
 
 
 if __name__ == '__main__':

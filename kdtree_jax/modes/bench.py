@@ -84,10 +84,11 @@ def run(config: RunConfig) -> int:
 
 
 def _steps(plan: _Plan) -> list[Step]:
+  # Context by context: an interrupted run has whole tables.
   return [
     Step(context, budget)
-    for budget in (None, *plan.budgets)
     for context in plan.contexts
+    for budget in (None, *plan.budgets)
   ]
 
 
