@@ -99,19 +99,20 @@ def audit(
       f'the prompt has {len(prompt)} tokens and the capacity is {limit}: '
       'nothing is left to decode'
     )
+  # The oracle's last round looks beyond the last token.
   longer = dataclasses.replace(
     fields, max_new_tokens=fields.max_new_tokens + drafter.block_size
   )
+  ar = _observe(target, None, prompt, longer)
+  golden = [[*prompt, *ar.output_ids]]
+  ar = _first(ar, fields.max_new_tokens)
   oracle = api.load_drafter('oracle', target, drafter.block_size)
   # An audit of a large model is mostly compilation, which threads share.
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    ar = pool.submit(_observe, target, None, prompt, fields)
-    golden = generation.golden_continuations(target, drafter, [prompt], longer)
     tested, known = (
       pool.submit(_observe, target, which, prompt, fields, golden)
       for which in (drafter, oracle)
     )
-    ar = ar.result()
     padded = pool.submit(
       _padded, target, drafter, prompt, fields, ar.output_ids
     )
@@ -290,6 +291,17 @@ def _seen(state: DecodeState, rounds: list) -> Seen:
     experts=stacked(2),
     accepted=accepted[accepted > 0].tolist(),
     state=state,
+  )
+
+
+def _first(seen: Seen, count: int) -> Seen:
+  """What was seen of the first `count` tokens, one of each round."""
+  return seen._replace(
+    output_ids=seen.output_ids[:count],
+    logits=seen.logits[:count],
+    choice=seen.choice[:count],
+    experts=seen.experts[:count],
+    accepted=seen.accepted[:count],
   )
 
 

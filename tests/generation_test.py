@@ -110,9 +110,9 @@ SHAPES = (
   pytest.param(24, 0, 8, marks=pytest.mark.slow),
   (24, 5, 8),
   pytest.param(33, 16, 8, marks=pytest.mark.slow),
-  (40, 1, 3),
+  pytest.param(40, 1, 3, marks=pytest.mark.slow),
   (17, 31, 5),
-  (64, 7, 2),
+  pytest.param(64, 7, 2, marks=pytest.mark.slow),
 )
 
 

@@ -32,7 +32,17 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize('name', PUBLISHED)
+# Sixty layers take seconds to count; what they consist of, the others do too.
+LARGE = ('kimi_k2_6', 'deepseek_v3')
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE))
+    for name in PUBLISHED
+  ],
+)
 def test_a_real_model_has_its_published_size(name):
   config = load_config(name)
   billions, scale = PUBLISHED[name]

@@ -57,7 +57,12 @@ def check(ids, experts, blocks):
 
 @pytest.mark.parametrize(
   ('tokens', 'choices', 'experts', 'blocks'),
-  [(31, 1, 5, 4), (33, 3, 64, 5), (17, 8, 384, 3), (130, 1, 130, 2)],
+  [
+    (31, 1, 5, 4),
+    (33, 3, 64, 5),
+    pytest.param(17, 8, 384, 3, marks=pytest.mark.slow),
+    pytest.param(130, 1, 130, 2, marks=pytest.mark.slow),
+  ],
 )
 def test_is_what_xla_makes(tokens, choices, experts, blocks):
   """Ids at random: repeats, experts without rows, ids of no expert."""
@@ -76,6 +81,7 @@ def test_repeats_add_up_in_the_same_order():
   check(rng.integers(0, 2, (17, 5)), 2, 2)
 
 
+@pytest.mark.slow
 def test_twice_the_same_bits():
   rng = np.random.default_rng(0)
   inputs = make_inputs(rng.integers(0, 64, (20, 4)))
@@ -83,7 +89,7 @@ def test_twice_the_same_bits():
   jax.tree.map(np.testing.assert_array_equal, once, again)
 
 
-@pytest.mark.parametrize('tokens', [17, 65, 257, 1025, 1056])
+@pytest.mark.parametrize('tokens', [17, 257, 1056])
 @pytest.mark.parametrize('model', [(6, 64, 2048), (8, 384, 7168)])
 def test_lowers_at_real_shapes(tokens, model):
   choices, experts, hidden = model

@@ -190,7 +190,7 @@ def shapes(rows, choices, experts, hidden, inner):
   )
 
 
-@pytest.mark.parametrize('rows', [1, 11, 17, 257, 1025, 2048])
+@pytest.mark.parametrize('rows', [1, 11, 65, 2048])
 @pytest.mark.parametrize('model', [(6, 64, 2048, 1408), (8, 256, 7168, 2048)])
 def test_lowers_at_real_shapes(rows, model):
   lower(mosaic_gpu.expert_mlp, *shapes(rows, *model))
@@ -198,7 +198,7 @@ def test_lowers_at_real_shapes(rows, model):
 
 @pytest.mark.parametrize(
   ('rows', 'model'),
-  [(n, (6, 64, 2048, 1408)) for n in (1, 257, 1025, 2048)]
+  [(n, (6, 64, 2048, 1408)) for n in (257, 1025)]
   + [(129, (8, 256, 7168, 2048))],
 )
 def test_lowers_with_shared_experts(rows, model):

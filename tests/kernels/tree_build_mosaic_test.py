@@ -185,7 +185,8 @@ def test_ancestors_by_doubling():
   'shape, budget, dtype',
   [((1, bench_cases.DEPTH, bench_cases.VOCAB), b, 'float32')
    for b in bench_cases.BUDGETS]
-  + [((2, 31, 1 << 20), 1024, 'bfloat16'), ((3, 7, 33), 9, 'bfloat16')],
+  + [pytest.param((2, 31, 1 << 20), 1024, 'bfloat16', marks=pytest.mark.slow),
+     ((3, 7, 33), 9, 'bfloat16')],
 )  # fmt: skip
 def test_lowers_for_hopper(shape, budget, dtype):
   device = AbstractDevice('NVIDIA H200', 132, 'gpu')

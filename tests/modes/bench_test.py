@@ -78,8 +78,8 @@ def check_file(records):
   keys = [(s['method'], s['context'], s['tree_budget']) for s in steps]
   assert keys == [
     ('ar', 24, 0),
-    ('ar', 40, 0),
     ('ddtree', 24, 5),
+    ('ar', 40, 0),
     ('ddtree', 40, 5),
   ]
   for step in steps:

@@ -104,10 +104,16 @@ def test_recipes_through_the_exactness_suite(tmp_path):
     assert text.count(after) == 1
     (tmp_path / name).write_text(text.replace(after, f'{after}\n{line[:-1]}'))
   suite = [sys.executable, '-m', 'pytest', '-q', '-n', '0', '-k', RECIPES]
-  for selection in (
-    ('-m', 'matrix', 'tests/decode/lossless_test.py::test_recipe'),
-    ('tests/tree/policies_test.py', 'tests/model/transformer_test.py'),
-  ):
-    done = execute([*suite, *selection], cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert '3 passed' in done.stdout
+  done = execute(
+    [
+      *suite,
+      '-m',
+      'not slow',
+      'tests/decode/lossless_test.py::test_recipe',
+      'tests/tree/policies_test.py',
+      'tests/model/transformer_test.py',
+    ],
+    cwd=tmp_path,
+  )
+  assert done.returncode == 0, done.stdout[-3000:]
+  assert '6 passed' in done.stdout

@@ -168,12 +168,13 @@ def test_slots_beyond_the_document_have_no_target():
   assert np.array_equal(valid, np.array(wanted, bool))
 
 
+@functools.cache
 def loss_and_gradient():
   """Compiles them, of parameters, share of hard targets and prefix power."""
   target, drafter, _ = trained()
   model = Transformer(target.config, drafter.tap_layers)
 
-  def run(params, hard_weight, prefix_power=0.0):
+  def run(params, hard_weight, prefix_power):
     batch = pack(jnp.asarray(windows()), END)
     out = drafting.frozen_forward(model, target.params, batch)
     anchors = drafting.sample_anchors(jax.random.key(0), batch, 5)
@@ -196,7 +197,9 @@ def loss_and_gradient():
 
 def test_the_loss_is_the_weighted_divergence(monkeypatch):
   params, run = trained()[2], loss_and_gradient()
-  (soft, (hard, _), (half, _)) = (run(params, x)[0] for x in (0.0, 1.0, 0.5))
+  (soft, (hard, _), (half, _)) = (
+    run(params, x, 0.0)[0] for x in (0.0, 1.0, 0.5)
+  )
   soft, sums = soft
   weights = np.exp(-np.arange(7) / 2.0)
   assert np.array_equal(drafting.position_weights(7, 2.0), np.float32(weights))
@@ -205,9 +208,9 @@ def test_the_loss_is_the_weighted_divergence(monkeypatch):
   assert np.isclose(half, (soft + hard) / 2, rtol=1e-5)
   assert (np.asarray(sums.divergence) >= 0).all()
   # In pieces, computed twice, it is the same, and so is its gradient.
-  (_, wanted) = run(params, 0.5)
+  (_, wanted) = run(params, 0.5, 0.0)
   monkeypatch.setattr(drafting, 'LOGITS_AT_ONCE', 1)
-  (again, _), found = loss_and_gradient()(params, 0.5)
+  (again, _), found = loss_and_gradient.__wrapped__()(params, 0.5, 0.0)
   assert np.isclose(half, again, rtol=1e-6)
   for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
     assert np.allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -236,7 +239,7 @@ def test_a_slot_weighs_as_much_as_its_prefix_is_probable():
     weight += here
   (loss, _), gradient = loss_and_gradient()(params, 1.0, 0.5)
   assert np.isclose(loss, total / weight, rtol=1e-4)
-  (plain, _), _ = loss_and_gradient()(params, 1.0)
+  (plain, _), _ = loss_and_gradient()(params, 1.0, 0.0)
   assert not np.isclose(loss, plain, rtol=1e-3)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
 
