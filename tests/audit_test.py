@@ -52,6 +52,7 @@ def test_a_right_engine_passes():
   assert found.oracle_acceptance_length == found.full_acceptance_length == 8
   assert found.acceptance_length > 2
   assert found.cache_error < 1e-4 and found.context_error < 1e-4
+  assert found.cache_noise < 1e-4 and found.context_noise < 1e-4
 
 
 # Before what is planted, which forgets all programs: these share theirs.
@@ -109,6 +110,7 @@ def test_compaction_that_skips_a_layer(planted):
   assert any('cache error' in failure for failure in report().failures)
 
 
+@pytest.mark.slow
 def test_compaction_of_the_wrong_rows(planted):
   """Slots instead of the path, in one layer: right for chains and for AR."""
   honest = stages.commit
@@ -224,7 +226,7 @@ def test_a_wrong_first_token_is_judged_by_prefill():
     ('bfloat16', 0.05, 0.0, False),
     ('bfloat16', 0.3, 0.05, True),
     ('bfloat16', 0.3, 0.2, False),
-    ('bfloat16', 0.8, 0.4, True),  # As large as the values: a fault.
+    ('bfloat16', 0.5, 0.3, True),  # Too noisy to say.
     ('float32', float('nan'), 0.0, True),
   ),
 )

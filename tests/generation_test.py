@@ -108,7 +108,7 @@ def test_stops_are_of_the_row(pair):
 SHAPES = (
   # A tree of the root alone and a full block: see also `lossless_test`.
   pytest.param(24, 0, 8, marks=pytest.mark.slow),
-  (24, 5, 8),
+  pytest.param(24, 5, 8, marks=pytest.mark.slow),
   pytest.param(33, 16, 8, marks=pytest.mark.slow),
   pytest.param(40, 1, 3, marks=pytest.mark.slow),
   (17, 31, 5),

@@ -1,6 +1,8 @@
 """Compiled programs, kept by engine and shapes, and what compiling cost."""
 
 import collections
+import concurrent.futures
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,17 +30,21 @@ def compiler_options() -> dict[str, str] | None:
 class ProgramCache:
   """Compiles ahead of time, so that a run can be timed without compilation.
 
+  Threads may share it: of those that want the same program, one compiles.
+
   Attributes:
     compilations: programs compiled so far; a test counts them.
   """
 
   def __init__(self):
     self._programs = collections.OrderedDict()
+    self._lock = threading.Lock()
     self.compilations = 0
 
   def clear(self) -> None:
     """Forgets every program."""
-    self._programs.clear()
+    with self._lock:
+      self._programs.clear()
 
   def get(
     self,
@@ -67,19 +73,31 @@ class ProgramCache:
     leaves, structure = jax.tree.flatten(arrays)
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     key = (function, engine, structure, shapes, donate)
-    if key in self._programs:
-      self._programs.move_to_end(key)
-      return self._programs[key], 0.0
+    with self._lock:
+      found = self._programs.get(key)
+      if found is not None:
+        self._programs.move_to_end(key)
+      else:
+        mine = self._programs[key] = concurrent.futures.Future()
+        if len(self._programs) > MAX_PROGRAMS:
+          self._programs.popitem(last=False)
+    if found is not None:
+      return found.result(), 0.0
     begin = time.perf_counter()
     jitted = jax.jit(
       function, static_argnums=0, donate_argnums=2 if donate else ()
     )
-    lowered = jitted.lower(engine, *arrays)
-    program = lowered.compile(compiler_options=compiler_options())
-    self._programs[key] = program
-    self.compilations += 1
-    if len(self._programs) > MAX_PROGRAMS:
-      self._programs.popitem(last=False)
+    try:
+      lowered = jitted.lower(engine, *arrays)
+      program = lowered.compile(compiler_options=compiler_options())
+    except BaseException as error:
+      with self._lock:  # The next one who asks may try again.
+        self._programs.pop(key, None)
+      mine.set_exception(error)
+      raise
+    with self._lock:
+      self.compilations += 1
+    mine.set_result(program)
     return program, time.perf_counter() - begin
 
 

@@ -95,7 +95,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-  """The stacked weights of the routed experts."""
+  """The stacked weights of the routed experts, and the op that mixes all."""
 
   config: ModelConfig
   dtype: Any
@@ -109,6 +109,7 @@ class Experts(nn.Module):
     weights: jax.Array,
     shared: Weights | None,
   ) -> jax.Array:
+    """`x [T, hidden_size]` through its experts and the shared ones."""
     c = self.config
     e, h, i = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
     gate_up = weight(

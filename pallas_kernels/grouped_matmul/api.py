@@ -29,9 +29,10 @@ def expert_mlp(
   weights of the experts and `expert_weights`.
 
   With `shared`, y_t gains the SwiGLU of these weights, whatever the row's ids:
-  `dense.swiglu`, in x's dtype, added to y in x's dtype. For up to about a
+  `dense.swiglu`, in x's dtype, added to y in x's dtype. From 128 to about a
   thousand rows "mosaic_gpu" takes it as W / I more experts, if that is whole
-  and nothing is quantised: their float32 results come first in the sum.
+  and nothing is quantised: their float32 results come first in the sum. So the
+  bits of a row with shared experts depend on which of the two forms it is in.
 
   Args:
     x: `[T, H]` float32 or bfloat16.

@@ -35,7 +35,9 @@ def hopper(monkeypatch):
   jax.clear_caches()
 
 
-@pytest.mark.parametrize(('budget', 'batch'), ((16, 1), (64, 2)))
+@pytest.mark.parametrize(
+  ('budget', 'batch'), (pytest.param(16, 1, marks=pytest.mark.slow), (64, 2))
+)
 def test_loop_and_prefill_use_the_kernels(hopper, budget, batch):
   """Two layers, one dense and one sparse, of Moonlight's real sizes."""
   config = dataclasses.replace(load_config('moonlight'), num_hidden_layers=2)

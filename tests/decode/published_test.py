@@ -41,7 +41,17 @@ def ids_of(result):
   return [*result.prompt_ids, *result.output_ids]
 
 
-@pytest.mark.parametrize('name', support.TRACED)
+# AR's ids are also those of the chain, in every trace.
+AR = ('deepseek_v3_trained_drafter', 'moonlight')
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in AR))
+    for name in support.TRACED
+  ],
+)
 def test_autoregressive(name):
   trace = support.trace(name)
   result = run(name, None)

@@ -288,6 +288,7 @@ def test_chi_square(eight):
   assert chi_square(*eight) < CRITICAL
 
 
+@pytest.mark.slow
 def test_chi_square_finds_a_biased_walk(eight, monkeypatch):
   """The classic fault: walk by argmax, sample the last token only."""
   honest = stages.verify

@@ -120,7 +120,13 @@ def test_a_slot_sees_what_it_should_and_nothing_else(case):
   )
 
 
-@pytest.mark.parametrize('case', MASKS)
+@pytest.mark.parametrize(
+  'case',
+  [
+    pytest.param(case, marks=[pytest.mark.slow] * (case != 'sliding'))
+    for case in MASKS
+  ],
+)
 def test_masks_change_the_draft_but_never_the_output(case, tmp_path):
   """Acceptance may drop: the fixture was trained to see everything."""
   target = support.fixture(NAME)

@@ -11,7 +11,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dense
-from pallas_kernels.grouped_matmul import api, bench_cases, mosaic_gpu, tiles
+from pallas_kernels.grouped_matmul import (
+  api,
+  bench_cases,
+  grouping,
+  mosaic_gpu,
+  tiles,
+)
 from pallas_kernels.grouped_matmul import reference as plain
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -82,7 +88,13 @@ def check_against_float64(cut, inputs):
 
 @pytest.mark.parametrize(
   ('cut', 'rows'),
-  [(DENSE, 1), (DENSE, 11), (GROUPED, 21), (WIDE, 45), (CLUSTER, 45)],
+  [
+    pytest.param(DENSE, 1, marks=pytest.mark.slow),
+    (DENSE, 11),
+    (GROUPED, 21),
+    pytest.param(WIDE, 45, marks=pytest.mark.slow),
+    (CLUSTER, 45),
+  ],
 )
 def test_error_is_that_of_plain_bfloat16(cut, rows):
   """Ids at random: repeats, experts without rows, ids of no expert."""
@@ -109,7 +121,11 @@ def test_rows_of_no_expert_are_zero(cut):
 
 @pytest.mark.parametrize(
   ('cut', 'rows', 'shared'),
-  [(GROUPED, 21, 2), (WIDE, 45, 1), (CLUSTER, 45, 2)],
+  [
+    (GROUPED, 21, 2),
+    pytest.param(WIDE, 45, 1, marks=pytest.mark.slow),
+    (CLUSTER, 45, 2),
+  ],
 )
 def test_shared_experts_are_added(cut, rows, shared):
   check_against_float64(cut, make_inputs(rows, shared=shared))
@@ -118,6 +134,15 @@ def test_shared_experts_are_added(cut, rows, shared):
 def test_rows_of_no_expert_have_the_shared_ones():
   inputs = make_inputs(4, np.full((4, K), E), shared=2)
   check_against_float64(GROUPED, inputs)
+
+
+@pytest.mark.parametrize(('rows', 'taken'), [(1, 0), (127, 0), (128, 1)])
+def test_who_computes_shared_experts(rows, taken):
+  mesh = AbstractMesh(
+    (), (), abstract_device=AbstractDevice('NVIDIA H200', 132, 'gpu')
+  )
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert tiles.plan(rows, 6, 64).takes_shared == bool(taken)
 
 
 NOT_TAKEN = dataclasses.replace(GROUPED, takes_shared=False)
@@ -137,6 +162,15 @@ def test_shared_experts_that_are_left_to_xla(cut, lacks):
   np.testing.assert_array_equal(
     mine, jax.jit(lambda x: routed + dense.swiglu(x, *shared))(inputs[0])
   )
+
+
+def test_rows_that_xla_groups_have_the_same_bits(monkeypatch):
+  """As the thousands of rows of a prefill; by a plan that is not compiled."""
+  *inputs, _ = make_inputs(21, shared=1)
+  wanted = interpreted(GROUPED, *inputs)
+  monkeypatch.setattr(grouping, 'supported', lambda *sizes: False)
+  found = interpreted(dataclasses.replace(GROUPED, stages=2), *inputs)
+  np.testing.assert_array_equal(found, wanted)
 
 
 def test_bits_do_not_depend_on_the_other_rows():
@@ -161,7 +195,9 @@ def test_bits_with_shared_experts_do_not_depend_on_the_other_rows():
   np.testing.assert_array_equal(few, many[:5])
 
 
-@pytest.mark.parametrize('cut', [DENSE, GROUPED])
+@pytest.mark.parametrize(
+  'cut', [pytest.param(DENSE, marks=pytest.mark.slow), GROUPED]
+)
 def test_nan_stays_in_its_row(cut):
   x, *rest = make_inputs(8, shared=1)
   clean = interpreted(cut, x, *rest)

@@ -223,7 +223,7 @@ def lower(batch, n, heads, capacity, chain=False, value_dim=512):
 @pytest.mark.parametrize(
   ('batch', 'n', 'heads', 'capacity', 'chain', 'value_dim'),
   [
-    (1, 64, 64, 32768, False, 512),
+    pytest.param(1, 64, 64, 32768, False, 512, marks=pytest.mark.slow),
     (1, 17, 16, 4096, False, 512),
     (1, 1, 64, 32768, False, 512),
     (1, 1025, 128, 8192, False, 512),

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from kdtree_jax import api
 from kdtree_jax.decode import GenerateResult, RoundRecord
 from kdtree_jax.decode.generate import Seconds
@@ -10,6 +12,7 @@ from kdtree_jax.modes import demo_pair
 from tests.modes.pair import write_pair
 
 
+@pytest.mark.slow  # The demo itself says so: see run_test.
 def test_all_methods_say_the_same(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(demo_pair, 'MAX_NEW_TOKENS', 12)
   write_pair(tmp_path)
