@@ -193,7 +193,9 @@ def test_a_stream_goes_on_where_it_was_left(pair):
   assert stream.results()[0].seconds.prefill > 0
 
 
-@pytest.mark.parametrize('name', ('oracle', 'adversarial'))
+@pytest.mark.parametrize(
+  'name', ('oracle', pytest.param('adversarial', marks=pytest.mark.slow))
+)
 def test_golden_drafters_know_the_draws_of_their_seed(name):
   target = support.variant('tiny')
   drafter = api.load_drafter(name, target, 4)

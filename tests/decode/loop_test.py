@@ -301,6 +301,7 @@ def test_every_node_is_verified_as_if_alone():
     assert int(tokens[0, node]) == alone.argmax()
 
 
+@pytest.mark.slow
 def test_a_larger_tree_never_accepts_less():
   engine, params = trained()
   state = jax.jit(prefill, static_argnums=0)(engine, params, fresh(engine))

@@ -136,7 +136,12 @@ def autoregressive():
 
 @pytest.mark.parametrize(
   ('drafter', 'budget'),
-  (('oracle', 7), ('dflash', 64), ('repeat', 1), ('random', 7)),
+  (
+    ('oracle', 7),
+    ('dflash', 64),
+    pytest.param('repeat', 1, marks=pytest.mark.slow),
+    pytest.param('random', 7, marks=pytest.mark.slow),
+  ),
 )
 def test_sampled_output_is_that_of_ar(autoregressive, drafter, budget):
   check_settings(autoregressive, drafter, budget)

@@ -108,12 +108,20 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize('split', SPLITS)
+@pytest.mark.parametrize(
+  'split',
+  [
+    pytest.param(name, marks=[pytest.mark.slow] * name.endswith('twice'))
+    for name in SPLITS
+  ],
+)
 def test_any_split_of_rows_over_experts(split):
   check_against_float64(WIDE, make_inputs(40, SPLITS[split]))
 
 
-@pytest.mark.parametrize('cut', [DENSE, GROUPED])
+@pytest.mark.parametrize(
+  'cut', [DENSE, pytest.param(GROUPED, marks=pytest.mark.slow)]
+)
 def test_rows_of_no_expert_are_zero(cut):
   inputs = make_inputs(4, np.full((4, K), E))
   assert not np.any(interpreted(cut, *inputs))

@@ -123,6 +123,7 @@ def test_ranking_by_counting_equals_a_sort(count):
   np.testing.assert_array_equal(got[1], np.take_along_axis(ids, order, 1))
 
 
+@pytest.mark.slow
 def test_whole_build_in_bfloat16():
   logits = jnp.asarray(hard_rows(37)[None, :3], jnp.bfloat16)
   root = jnp.full((1,), 5, jnp.int32)

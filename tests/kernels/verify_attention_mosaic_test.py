@@ -227,7 +227,7 @@ def lower(batch, n, heads, capacity, chain=False, value_dim=512):
     (1, 17, 16, 4096, False, 512),
     (1, 1, 64, 32768, False, 512),
     (1, 1025, 128, 8192, False, 512),
-    (1, 2048, 16, 4096, True, 512),
+    pytest.param(1, 2048, 16, 4096, True, 512, marks=pytest.mark.slow),
     (3, 1, 1, 8, True, 384),
     (2, 5, 20, 1000, False, 128),
   ],

@@ -100,6 +100,7 @@ def test_runs_of_another_set_up_are_not_continued(files, tmp_path):
   assert sweep.fingerprint(target, other) != mark
 
 
+@pytest.mark.slow
 def test_real_text_equal_to_the_models_own_gives_its_rounds(files):
   """Forcing what AR would say changes no walk."""
   target = api.load_target(files / 'target.kdtr')

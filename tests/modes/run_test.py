@@ -117,6 +117,7 @@ def test_generate_stops_at_the_checkpoints_own_stop_id():
   assert sum(record['acceptance_lengths']) == len(wanted)
 
 
+@pytest.mark.slow
 def test_generate_with_stubs_from_a_bundle():
   done = run(
     '--mode=generate',

@@ -161,7 +161,9 @@ def test_every_window_once_an_epoch():
     window_starts(20, length, batch, 0, seed=1)
 
 
-@pytest.mark.parametrize('dtype', ('float32', 'bfloat16'))
+@pytest.mark.parametrize(
+  'dtype', ('float32', pytest.param('bfloat16', marks=pytest.mark.slow))
+)
 def test_gradients_of_the_training_ops(dtype):
   """Against the gradients that JAX derives from the references."""
   batch = pack(windows(2, 19, seed=3), END)
