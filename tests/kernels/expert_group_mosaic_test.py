@@ -89,7 +89,7 @@ def test_twice_the_same_bits():
   jax.tree.map(np.testing.assert_array_equal, once, again)
 
 
-@pytest.mark.parametrize('tokens', [17, 257, 1056])
+@pytest.mark.parametrize('tokens', [17, 1056])
 @pytest.mark.parametrize('model', [(6, 64, 2048), (8, 384, 7168)])
 def test_lowers_at_real_shapes(tokens, model):
   choices, experts, hidden = model

@@ -234,7 +234,7 @@ def shapes(rows, choices, experts, hidden, inner):
   )
 
 
-@pytest.mark.parametrize('rows', [1, 11, 65, 2048])
+@pytest.mark.parametrize('rows', [1, 65, 2048])
 @pytest.mark.parametrize('model', [(6, 64, 2048, 1408), (8, 256, 7168, 2048)])
 def test_lowers_at_real_shapes(rows, model):
   lower(mosaic_gpu.expert_mlp, *shapes(rows, *model))

@@ -184,7 +184,8 @@ def test_ancestors_by_doubling():
 
 @pytest.mark.parametrize(
   'shape, budget, dtype',
-  [((1, bench_cases.DEPTH, bench_cases.VOCAB), b, 'float32')
+  [pytest.param((1, bench_cases.DEPTH, bench_cases.VOCAB), b, 'float32',
+                marks=[pytest.mark.slow] * (b in bench_cases.BUDGETS[1:-1]))
    for b in bench_cases.BUDGETS]
   + [pytest.param((2, 31, 1 << 20), 1024, 'bfloat16', marks=pytest.mark.slow),
      ((3, 7, 33), 9, 'bfloat16')],
