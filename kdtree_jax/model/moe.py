@@ -1,87 +1,47 @@
 """Routed and shared experts; dropless, rows independent of each other."""
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.layers import SwiGLU, matrix_init, weight
-from pallas_kernels.dense import Weights, matmul
+from pallas_kernels.dense import Weights
+from pallas_kernels.expert_router.api import Routing, Rules, expert_router
 from pallas_kernels.grouped_matmul.api import expert_mlp
 
 
-def _keep_best_groups(
-  scores: jax.Array, config: ModelConfig, *, best: int, fill: float
-) -> jax.Array:
-  """Replaces the scores of all but the `topk_group` best groups by `fill`.
-
-  A group is scored by the sum of its `best` highest experts.
-  """
-  rows, groups = scores.shape[0], config.n_group
-  if groups == 1:
-    return scores
-  grouped = scores.reshape(rows, groups, -1)
-  group_scores = lax.top_k(grouped, best)[0].sum(axis=-1)
-  _, kept = lax.top_k(group_scores, config.topk_group)
-  keep = jax.nn.one_hot(kept, groups, dtype=jnp.bool_).any(axis=1)
-  return jnp.where(keep[:, :, None], grouped, fill).reshape(scores.shape)
-
-
-class Routing(NamedTuple):
-  """Where T rows go.
-
-  Attributes:
-    ids: `[T, K]` int32, ties to the lowest expert.
-    weights: `[T, K]` float32.
-    choice: `[T, E]` float32, the scores by which experts and groups are
-      chosen: biased, before groups are masked.
-  """
-
-  ids: jax.Array
-  weights: jax.Array
-  choice: jax.Array
-
-
-def route(
-  logits: jax.Array, bias: jax.Array | None, config: ModelConfig
-) -> Routing:
-  """Chooses experts and mixing weights (DeepSeek-V3, sec. 2.1.2).
-
-  Args:
-    logits: `[T, E]` float32.
-    bias: `[E]` float32, used for the choice only, never for the weights; None
-      unless `topk_method` is `noaux_tc`.
-    config: scoring, grouping and scaling switches.
-  """
-  if config.scoring_func == 'sigmoid':
-    scores = jax.nn.sigmoid(logits)
-  else:
-    scores = jax.nn.softmax(logits, axis=-1)
-  choice = scores if bias is None else scores + bias[None, :]
-  open_to = choice
-  if config.topk_method == 'noaux_tc':
-    # Biased scores can be negative: a masked group must lose to those too.
-    open_to = _keep_best_groups(choice, config, best=2, fill=-jnp.inf)
-  elif config.topk_method == 'group_limited_greedy':
-    open_to = _keep_best_groups(choice, config, best=1, fill=0.0)
-  _, ids = lax.top_k(open_to, config.num_experts_per_tok)
-  weights = jnp.take_along_axis(scores, ids, axis=-1)
-  if config.norm_topk_prob:
-    weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-  return Routing(ids, weights * config.routed_scaling_factor, choice)
+def rules(config: ModelConfig) -> Rules:
+  """How a model's router chooses."""
+  # Biased scores can be negative: a masked group must lose to those too.
+  biased = config.topk_method == 'noaux_tc'
+  grouped = biased or config.topk_method == 'group_limited_greedy'
+  return Rules(
+    choices=config.num_experts_per_tok,
+    sigmoid=config.scoring_func == 'sigmoid',
+    normalize=config.norm_topk_prob,
+    scale=config.routed_scaling_factor,
+    groups=config.n_group if grouped else 1,
+    open_groups=config.topk_group if grouped else 1,
+    group_best=2 if biased else 1,
+    closed=-math.inf if biased else 0.0,
+  )
 
 
 class Router(nn.Module):
   """`gate`: float32 throughout, whatever the model's dtype."""
 
   config: ModelConfig
+  implementation: str | None
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> Routing:
-    """Routes `x [T, hidden_size]`."""
+  def __call__(
+    self, x: jax.Array, valid: jax.Array
+  ) -> tuple[Routing, jax.Array]:
+    """Routes `x [T, hidden_size]`; see `expert_router`."""
     c = self.config
     shape = (c.n_routed_experts, c.hidden_size)
     gate = weight(self, 'weight', matrix_init, shape, jnp.float32)
@@ -91,7 +51,16 @@ class Router(nn.Module):
       bias = weight(
         self, 'e_score_correction_bias', zeros, shape[:1], jnp.float32
       )
-    return route(matmul(x.astype(jnp.float32), gate), bias, c)
+    # Training is for the experts; nothing of the router is slow then.
+    training = self.implementation == 'training'
+    return expert_router(
+      x,
+      gate,
+      bias,
+      valid,
+      rules(c),
+      implementation='reference' if training else self.implementation,
+    )
 
 
 class Experts(nn.Module):
@@ -141,9 +110,9 @@ class MixtureOfExperts(nn.Module):
     """`x [B, N, hidden_size]`; rows that are not `valid [B, N]` get none."""
     c = self.config
     flat = x.reshape(-1, c.hidden_size)
-    routing = Router(c, name='gate')(flat)
+    router = Router(c, self.implementation, name='gate')
     # An id past the last expert is no expert: it costs no weights.
-    ids = jnp.where(valid.reshape(-1, 1), routing.ids, c.n_routed_experts)
+    routing, ids = router(flat, valid.reshape(-1))
     shared = None
     if c.n_shared_experts:
       width = c.moe_intermediate_size * c.n_shared_experts

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from kdtree_jax.config import load_config
-from kdtree_jax.model.moe import route
+from kdtree_jax.model.moe import rules
 from kdtree_jax.reference import model as reference_model
+from pallas_kernels.expert_router.api import route
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,9 @@ def test_route(name, normalise):
     # Large enough that biased scores of whole groups are negative.
     bias = rng.normal(size=config.n_routed_experts).astype(np.float32) - 1
   ids, weights, _ = route(
-    jnp.asarray(logits), None if bias is None else jnp.asarray(bias), config
+    jnp.asarray(logits),
+    None if bias is None else jnp.asarray(bias),
+    rules(config),
   )
   wanted_ids, wanted = reference_model.route(config.to_dict(), logits, bias)
   order = np.argsort(ids, axis=1)

@@ -65,6 +65,7 @@ TOP = {
 }
 OPS = (
   'cache_compact',
+  'expert_router',
   'grouped_matmul',
   'tree_accept',
   'tree_build',

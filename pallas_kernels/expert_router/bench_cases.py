@@ -1,0 +1,84 @@
+"""Shapes of the router for `python -m pallas_kernels.bench`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bench_case import BenchCase
+from pallas_kernels.expert_router import api
+
+_MOONLIGHT = (64, 2048, 6)  # Experts, hidden, choices.
+_KIMI = (384, 7168, 8)
+
+
+def cases() -> list[BenchCase]:
+  """A token, and trees of 16 to 1024 nodes."""
+  moonlight = [
+    _case(f'moonlight, {rows} tokens', rows, _MOONLIGHT)
+    for rows in (1, 17, 65, 257, 1025)
+  ]
+  return [*moonlight, _case('kimi, 257 tokens', 257, _KIMI)]
+
+
+def _case(name: str, rows: int, model: tuple[int, int, int]) -> BenchCase:
+  experts, hidden, choices = model
+  rules = api.Rules(choices, sigmoid=True, normalize=True, scale=2.5)
+  return BenchCase(
+    op='expert_router',
+    name=name,
+    make_inputs=functools.partial(_inputs, rows, experts, hidden),
+    kernel=functools.partial(_run, 'mosaic_gpu', rules),
+    reference=functools.partial(_run, 'reference', rules),
+    check=functools.partial(_check, rules),
+    bytes=4.0 * experts * hidden + 2.0 * rows * hidden + 8.0 * rows * choices,
+    flops=2.0 * rows * experts * hidden,
+  )
+
+
+def _inputs(rows: int, experts: int, hidden: int, key: jax.Array) -> tuple:
+  keys = jax.random.split(key, 4)
+  x = jax.random.normal(keys[0], (rows, hidden), jnp.bfloat16)
+  gate = jax.random.normal(keys[1], (experts, hidden)) * hidden**-0.5
+  bias = 0.1 * jax.random.normal(keys[2], (experts,))
+  return x, gate, bias, jax.random.uniform(keys[3], (rows,)) < 0.9
+
+
+def _run(implementation: str, rules: api.Rules, *inputs: Any) -> tuple:
+  """Without the choice, which a step does not ask for."""
+  (ids, weights, _), sent = api.expert_router(
+    *inputs, rules, implementation=implementation
+  )
+  return ids, weights, sent
+
+
+def _check(rules: api.Rules, inputs: tuple[Any, ...]) -> dict[str, Any]:
+  """Scores and choice against the reference, wherever that is clear."""
+  _, gate, _, valid = inputs
+  kernel = jax.jit(functools.partial(_run, 'mosaic_gpu', rules))
+  ids, weights, sent = kernel(*inputs)
+  again = kernel(*inputs)
+  repeats = all(
+    bool(jnp.array_equal(a, b))
+    for a, b in zip((ids, weights, sent), again, strict=True)
+  )
+  plain = jax.jit(functools.partial(_run, 'reference', rules))(*inputs)
+  choice, plain_choice = (
+    api.expert_router(*inputs, rules, implementation=name)[0].choice
+    for name in ('mosaic_gpu', 'reference')
+  )
+  error = float(jnp.max(jnp.abs(choice - plain_choice)))
+  # Where two scores are as close as the products, either may come first.
+  ranked = jax.lax.top_k(plain_choice, rules.choices + 1)[0]
+  clear = jnp.min(ranked[:, :-1] - ranked[:, 1:], axis=1) > 1e-5
+  same = jnp.all(ids == plain[0], axis=1)
+  close = jnp.max(jnp.abs(weights - plain[1]), axis=1) < 1e-4
+  asked = sent == jnp.where(valid[:, None], ids, gate.shape[0])
+  right = jnp.all(~clear | (same & close)) & jnp.all(asked)
+  return {
+    'ok': bool(right) and repeats and error < 1e-5,
+    'error': error,
+    'repeats': repeats,
+    'rows_compared': float(jnp.mean(clear)),
+  }
