@@ -65,6 +65,7 @@ TOP = {
 }
 OPS = (
   'cache_compact',
+  'draft_attention',
   'grouped_matmul',
   'tree_accept',
   'tree_build',
