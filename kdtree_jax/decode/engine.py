@@ -93,4 +93,4 @@ class Engine:
     def unembed(hidden: jax.Array) -> jax.Array:
       return self.apply(params, hidden, method='unembed')
 
-    return TargetHead(embed, unembed)
+    return TargetHead(embed, unembed, self.decode.implementation)

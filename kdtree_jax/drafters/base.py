@@ -16,10 +16,13 @@ class TargetHead(NamedTuple):
   Attributes:
     embed: `[...]` int32 -> `[..., hidden_size]`.
     unembed: `[..., hidden_size]` -> `[..., V]` float32.
+    implementation: of the kernels, the target's and so the drafter's; None
+      takes the best.
   """
 
   embed: Callable[[jax.Array], jax.Array]
   unembed: Callable[[jax.Array], jax.Array]
+  implementation: str | None = None
 
 
 class Drafter(Protocol):
@@ -69,7 +72,7 @@ class Drafter(Protocol):
       state: what `commit` left.
       tokens: `[B, T]` int32, the sequences up to and including the root.
       length: `[B]` int32.
-      head: the target's embedding and head.
+      head: the target's embedding and head, and which kernels to use.
     """
     ...
 

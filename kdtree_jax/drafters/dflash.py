@@ -7,7 +7,7 @@ states; the context's are computed once, when its tokens are committed.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -15,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.drafters.attention import block_attention
@@ -24,6 +25,11 @@ from kdtree_jax.model.rope import apply_rope, rope_tables
 from kdtree_jax.registry import register
 from pallas_kernels.cache_compact.api import cache_compact
 from pallas_kernels.dense import matmul
+from pallas_kernels.draft_attention.api import draft_attention
+
+# (layer, queries [..., W, K, G, d], the slots' rows [..., W, 2 K d]) -> what
+# the queries find, of their shape: W slots, K heads of keys and values.
+Attend = Callable[[int, jax.Array, jax.Array], jax.Array]
 
 
 def default_target_layer_ids(
@@ -50,10 +56,9 @@ class DFlashState:
 
 @flax.struct.dataclass
 class View:
-  """Which rows of the context the blocks of a sequence see; A blocks each.
+  """Which rows of a shared context blocks in training see; A in a sequence.
 
-  Decoding has one block and a context that begins at position 0. Training has
-  many, and a context of several documents, each from position 0.
+  The context is of several documents, each from position 0.
 
   Attributes:
     start: `[B, A]` int32, the position of every block's root.
@@ -64,17 +69,6 @@ class View:
   start: jax.Array
   positions: jax.Array
   seen: jax.Array
-
-  @classmethod
-  def committed(cls, length: jax.Array, rows: int) -> 'View':
-    """Of one block a row, behind the first `length [B]` of S = `rows`."""
-    positions = jnp.arange(rows, dtype=jnp.int32)[None, :]
-    seen = positions < length[:, None]
-    return cls(
-      start=length[:, None],
-      positions=jnp.broadcast_to(positions, seen.shape),
-      seen=seen[:, None],
-    )
 
 
 class DFlashAttention(nn.Module):
@@ -111,54 +105,17 @@ class DFlashAttention(nn.Module):
     )
 
   def __call__(
-    self,
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    context: jax.Array,
-    view: View,
+    self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend
   ) -> jax.Array:
-    """`x [B, A, W, H]`, `context [B, S, 2 * kv * hd]` -> `[B, A, W, H]`."""
+    """`x [..., W, H]` -> `[..., W, H]`; `attend` knows the context."""
     c = self.config
-    kv, width = c.num_key_value_heads, x.shape[2]
-    queries = self.q_proj(x).reshape(*x.shape[:3], -1, c.head_dim)
+    queries = self.q_proj(x).reshape(*x.shape[:-1], -1, c.head_dim)
     queries = apply_rope(self.q_norm(queries), cos, sin, interleave=False)
-    queries = queries.reshape(*x.shape[:3], kv, -1, c.head_dim)
-
-    def halves(rows):
-      rows = rows.reshape(*rows.shape[:-1], 2, kv, c.head_dim)
-      return rows[..., 0, :, :], rows[..., 1, :, :]
-
-    # The context is one for all blocks of a row and stays [B, S].
-    out = block_attention(
-      queries,
-      halves(context),
-      halves(self.keys_values(x, cos, sin)),
-      self._visible(view, width),
-      c.head_dim**-0.5,
+    queries = queries.reshape(
+      *x.shape[:-1], c.num_key_value_heads, -1, c.head_dim
     )
-    return self.o_proj(out.reshape(*x.shape[:3], -1))
-
-  def _visible(self, view: View, width: int) -> tuple[jax.Array, jax.Array]:
-    """Which slot sees which rows, `[B, A, W or 1, S]` and `[W, W]` bool.
-
-    Every slot sees the context and, unless the layer is causal, the block.
-    """
-    c = self.config
-    slots = np.arange(width, dtype=np.int32)
-    block = np.ones((width, width), bool)
-    if c.is_causal(self.layer):
-      block = slots[:, None] >= slots[None, :]
-    context = view.seen[:, :, None]
-    window = c.window(self.layer)
-    if window is not None:
-      # Measured from the slot itself or from the root, which has slot 0.
-      at = slots * (not c.window_from_root)
-      block &= at[:, None] - slots[None, :] < window
-      behind = view.start[:, :, None] - view.positions[:, None]
-      behind = behind[:, :, None] + at[None, None, :, None]
-      context &= behind < window
-    return context, jnp.asarray(block)
+    out = attend(self.layer, queries, self.keys_values(x, cos, sin))
+    return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
 
 class DFlashBlock(nn.Module):
@@ -175,9 +132,9 @@ class DFlashBlock(nn.Module):
     self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
     self.mlp = SwiGLU(c.intermediate_size, self.dtype)
 
-  def __call__(self, hidden, cos, sin, context, view):
+  def __call__(self, hidden, cos, sin, attend):
     x = self.input_layernorm(hidden)
-    hidden = hidden + self.self_attn(x, cos, sin, context, view)
+    hidden = hidden + self.self_attn(x, cos, sin, attend)
     return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -204,14 +161,37 @@ class DFlashModel(nn.Module):
       self.d2t = weight(self, 'd2t', zeros, (size,), jnp.int32)
 
   def __call__(
-    self, embedded: jax.Array, state: DFlashState, length: jax.Array
+    self,
+    embedded: jax.Array,
+    state: DFlashState,
+    length: jax.Array,
+    implementation: str | None = None,
   ) -> jax.Array:
-    """`[B, block_size, H]` embeddings at `length ..` -> normed hidden."""
-    view = View.committed(length, state.context.shape[2])
-    # What lies behind the length may be anything, NaN included.
-    kept = view.seen[:, 0, :, None]
-    context = [jnp.where(kept, c, jnp.zeros_like(c)) for c in state.context]
-    return self.blocks(embedded[:, None], context, view)[:, 0]
+    """One block a row: `[B, block_size, H]` -> normed hidden.
+
+    Args:
+      embedded: the embeddings at the positions `length ..`.
+      state: what is committed; behind the length it may be anything.
+      length: `[B]` int32.
+      implementation: of the attention's kernel.
+    """
+    c = self.config
+
+    def attend(layer, queries, rows):
+      return draft_attention(
+        queries,
+        state.context,
+        rows,
+        length,
+        layer=layer,
+        scale=c.head_dim**-0.5,
+        causal=c.is_causal(layer),
+        window=c.window(layer),
+        window_from_root=c.window_from_root,
+        implementation=implementation,
+      )
+
+    return self._forward(embedded, length, attend)
 
   def blocks(
     self,
@@ -223,14 +203,36 @@ class DFlashModel(nn.Module):
 
     Args:
       embedded: the embeddings of each root and the masks behind it.
-      context: one a layer, as `project` makes them; finite everywhere.
+      context: one a layer, as `project` makes them; finite everywhere. It is
+        one for all blocks of a row and stays `[B, S, 2 * kv * hd]`.
       view: what each block sees of it.
     """
-    slots = jnp.arange(embedded.shape[2], dtype=jnp.int32)
-    cos, sin = self._tables(view.start[:, :, None] + slots[None, None, :])
+    c = self.config
+
+    def halves(rows):
+      shape = (*rows.shape[:-1], 2, c.num_key_value_heads, c.head_dim)
+      rows = rows.reshape(shape)
+      return rows[..., 0, :, :], rows[..., 1, :, :]
+
+    def attend(layer, queries, rows):
+      return block_attention(
+        queries,
+        halves(context[layer]),
+        halves(rows),
+        _visible(c, layer, view, queries.shape[2]),
+        c.head_dim**-0.5,
+      )
+
+    return self._forward(embedded, view.start, attend)
+
+  def _forward(self, embedded, start, attend):
+    """`[..., W, H]` at the positions from `start [...]` on."""
+    slots = jnp.arange(embedded.shape[-2], dtype=jnp.int32)
+    slots = lax.expand_dims(slots, range(start.ndim))
+    cos, sin = self._tables(start[..., None] + slots)
     hidden = embedded
-    for layer, rows in zip(self.layers, context, strict=True):
-      hidden = layer(hidden, cos, sin, rows, view)
+    for layer in self.layers:
+      hidden = layer(hidden, cos, sin, attend)
     return self.norm(hidden)
 
   def project(self, features: jax.Array, positions: jax.Array) -> jax.Array:
@@ -273,8 +275,32 @@ class DFlashModel(nn.Module):
     embedded = jnp.zeros((1, 1, c.hidden_size), self.dtype)
     if c.own_embedding:
       embedded = self.embed(jnp.zeros((1, 1), jnp.int32))
-    hidden = self(embedded, DFlashState(context=rows), start)
+    # Whatever the kernels, the parameters are the same.
+    hidden = self(embedded, DFlashState(context=rows), start, 'reference')
     return hidden if c.draft_vocab_size is None else self.unembed(hidden)
+
+
+def _visible(
+  config: DrafterConfig, layer: int, view: View, width: int
+) -> tuple[jax.Array, jax.Array]:
+  """Which of W slots sees which rows, `[B, A, W or 1, S]` and `[W, W]` bool.
+
+  Every slot sees the context and, unless the layer is causal, the block.
+  """
+  slots = np.arange(width, dtype=np.int32)
+  block = np.ones((width, width), bool)
+  if config.is_causal(layer):
+    block = slots[:, None] >= slots[None, :]
+  context = view.seen[:, :, None]
+  window = config.window(layer)
+  if window is not None:
+    # Measured from the slot itself or from the root, which has slot 0.
+    at = slots * (not config.window_from_root)
+    block &= at[:, None] - slots[None, :] < window
+    behind = view.start[:, :, None] - view.positions[:, None]
+    behind = behind[:, :, None] + at[None, None, :, None]
+    context &= behind < window
+  return context, jnp.asarray(block)
 
 
 @register('drafter', 'dflash')
@@ -344,9 +370,13 @@ class DFlashDrafter:
     head: TargetHead,
   ) -> jax.Array:
     root = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
-    embed, unembed = self.ends(params, head)
+    embed, unembed, _ = self.ends(params, head)
     hidden = DFlashModel(self.config).apply(
-      {'params': params}, embed(self.block(root)), state, length
+      {'params': params},
+      embed(self.block(root)),
+      state,
+      length,
+      head.implementation,
     )
     # Slot j predicts the token at its own position; slot 0 is the root.
     return unembed(hidden[:, 1 : self.block_size])
@@ -360,13 +390,13 @@ class DFlashDrafter:
 
   def ends(self, params: Any, head: TargetHead) -> TargetHead:
     """Embedding and head: the target's, but for those of its own."""
-    embed, unembed = head
+    embed, unembed, _ = head
     model, variables = DFlashModel(self.config), {'params': params}
     if self.config.own_embedding:
       embed = functools.partial(model.apply, variables, method='embed')
     if self.config.draft_vocab_size is not None:
       unembed = functools.partial(model.apply, variables, method='unembed')
-    return TargetHead(embed, unembed)
+    return head._replace(embed=embed, unembed=unembed)
 
   def commit(
     self,

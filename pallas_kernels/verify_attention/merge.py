@@ -1,5 +1,6 @@
-"""Merges the splits of verify attention, in Pallas Mosaic GPU."""
+"""Merges the splits of an attention, in Pallas Mosaic GPU."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,14 +15,32 @@ MERGERS = 4  # warpgroups that share the splits of a row
 
 
 def merge(
-  part: jax.Array, lse: jax.Array, num_rows: int, interpret: Any
+  part: jax.Array,
+  lse: jax.Array,
+  num_rows: int,
+  interpret: Any,
+  *,
+  source: Callable[[jax.Array], jax.Array] = lambda row: row,
+  kernel_name: str = 'verify_attention_merge',
 ) -> jax.Array:
-  """Merges `[K, B, padded rows, R]` and `[K, B, padded rows]` over K."""
+  """Merges normalised outputs over K splits.
+
+  Args:
+    part: `[K, B, X, R]`, what each split has of a row.
+    lse: `[K, B, X]` float32, the logarithms of their sums, base 2.
+    num_rows: of the result.
+    interpret: as everywhere.
+    source: which of the X rows of the splits a row of the result is.
+    kernel_name: for profiles.
+
+  Returns:
+    `[B, num_rows, R]` in the dtype of `part`.
+  """
   num_splits, batch, _, dim = part.shape
   mergers = min(MERGERS, num_splits)
 
   def body(*refs):
-    _merge_body(num_splits, *refs)
+    _merge_body(num_splits, source, *refs)
 
   return plgpu.kernel(
     body,
@@ -37,11 +56,13 @@ def merge(
     thread_name='warpgroup',
     interpret=interpret,
     compiler_params=block.COMPILER_PARAMS,
-    kernel_name='verify_attention_merge',
+    kernel_name=kernel_name,
   )(part, lse)
 
 
-def _merge_body(num_splits: int, part, lse, out, sums, stats, filled) -> None:
+def _merge_body(
+  num_splits: int, source, part, lse, out, sums, stats, filled
+) -> None:
   """Merges the splits of one row, a share of them in each warpgroup.
 
   With the split's logarithm of the sum e_k (base 2) and its output o_k:
@@ -49,12 +70,12 @@ def _merge_body(num_splits: int, part, lse, out, sums, stats, filled) -> None:
   """
   mergers, dim = sums.shape
   batch, row = lax.axis_index('batch'), lax.axis_index('row')
-  warpgroup = lax.axis_index('warpgroup')
+  at, warpgroup = source(row), lax.axis_index('warpgroup')
   layout = plgpu.Layout.WG_STRIDED((dim,), vec_size=dim // 128)
   splits, scores = [], []
   for first in range(0, num_splits, mergers):
     split = first + warpgroup
-    score = lse[jnp.minimum(split, num_splits - 1), batch, row]
+    score = lse[jnp.minimum(split, num_splits - 1), batch, at]
     splits.append(jnp.minimum(split, num_splits - 1))
     scores.append(jnp.where(split < num_splits, score, -jnp.inf))
   highest = scores[0]
@@ -64,7 +85,7 @@ def _merge_body(num_splits: int, part, lse, out, sums, stats, filled) -> None:
   total, acc = jnp.float32(0), jnp.zeros((dim,), jnp.float32)
   for split, score in zip(splits, scores, strict=True):
     weight = jnp.exp2(score - base)
-    value = plgpu.load(part.at[split, batch, row], layout=layout)
+    value = plgpu.load(part.at[split, batch, at], layout=layout)
     total, acc = total + weight, acc + value.astype(jnp.float32) * weight
   sums[warpgroup] = acc
   stats[0, warpgroup], stats[1, warpgroup] = highest, total

@@ -13,7 +13,7 @@ from kdtree_jax.config import DecodeConfig, load_config
 from kdtree_jax.decode import Engine, init_state
 from kdtree_jax.decode.generate import decode_loop
 from kdtree_jax.decode.programs import PROGRAMS
-from kdtree_jax.decode.round import prefill
+from kdtree_jax.decode.round import draft, prefill
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.model import abstract_params
 from pallas_kernels import _dispatch
@@ -35,36 +35,57 @@ def hopper(monkeypatch):
   jax.clear_caches()
 
 
-@pytest.mark.parametrize(
-  ('budget', 'batch'), (pytest.param(16, 1, marks=pytest.mark.slow), (64, 2))
-)
-def test_loop_and_prefill_use_the_kernels(hopper, budget, batch):
-  """Two layers, one dense and one sparse, of Moonlight's real sizes."""
+def make_engine(budget, kernels):
+  """Two layers, one dense and one sparse, of Moonlight's real sizes.
+
+  The drafter's heads are of the size of those that are published.
+  """
   config = dataclasses.replace(load_config('moonlight'), num_hidden_layers=2)
   drafter = DFlashDrafter.create(config, 16)
+  drafter = dataclasses.replace(
+    drafter, config=dataclasses.replace(drafter.config, head_dim=128)
+  )
   decode = DecodeConfig(
     tree_budget=budget,
     draft_depth=15,
     capacity=2048,
     prefill_chunk=256,
-    kernels='mosaic_gpu',
+    kernels=kernels,
   )
-  engine = Engine(config, drafter, decode)
-  bfloat16 = jnp.bfloat16
+  return Engine(config, drafter, decode)
+
+
+def lowered_kernels(function, engine, batch):
+  """How many kernels a function of engine, params and state calls."""
   params = {
-    'target': abstract_params(config, bfloat16),
+    'target': abstract_params(engine.config, jnp.bfloat16),
     'drafter': jax.eval_shape(
-      functools.partial(drafter.init_params, dtype=bfloat16),
+      functools.partial(engine.drafter.init_params, dtype=jnp.bfloat16),
       jax.random.key(0),
     ),
   }
   state = jax.eval_shape(
-    lambda: init_state(engine, [[1]] * batch, [4] * batch, (), bfloat16)
+    lambda: init_state(engine, [[1]] * batch, [4] * batch, (), jnp.bfloat16)
   )
-  # Attention and two products of the experts; the loop also builds and walks
-  # trees. The same kernel in two layers may be lowered once.
-  for function, least in ((prefill, 3), (decode_loop, 5)):
-    traced = jax.jit(function, static_argnums=0).trace(engine, params, state)
-    text = traced.lower(lowering_platforms=('cuda',)).as_text()
-    count = text.count('custom_call @mosaic_gpu')
+  traced = jax.jit(function, static_argnums=0).trace(engine, params, state)
+  text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  return text.count('custom_call @mosaic_gpu')
+
+
+@pytest.mark.parametrize(
+  ('budget', 'batch'), (pytest.param(16, 1, marks=pytest.mark.slow), (64, 2))
+)
+def test_loop_and_prefill_use_the_kernels(hopper, budget, batch):
+  engine = make_engine(budget, 'mosaic_gpu')
+  # Attention and two products of the experts; the loop also drafts, with two
+  # kernels, builds and walks trees. The same kernel in two layers may be
+  # lowered once.
+  for function, least in ((prefill, 3), (decode_loop, 7)):
+    count = lowered_kernels(function, engine, batch)
     assert count >= least, f'{function.__name__}: {count} kernels'
+
+
+@pytest.mark.parametrize(('kernels', 'used'), (('auto', 1), ('reference', 0)))
+def test_the_drafter_uses_the_kernels_that_are_asked_for(hopper, kernels, used):
+  count = lowered_kernels(draft, make_engine(16, kernels), 1)
+  assert bool(count) == used

@@ -9,12 +9,11 @@ import pytest
 import safetensors.numpy
 
 from kdtree_jax import api, generation
+from kdtree_jax.drafters import dflash
 from kdtree_jax.drafters.base import TargetHead
 from kdtree_jax.drafters.dflash import (
-  DFlashAttention,
   DFlashDrafter,
   DFlashState,
-  View,
 )
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface as hf
@@ -110,9 +109,13 @@ MASKS = {
 def test_a_slot_sees_what_it_should_and_nothing_else(case):
   config = config_of(**MASKS[case])
   rows, width, length = 10, 8, 6
-  model = DFlashAttention(config, jnp.float32, 0)
-  view = View.committed(jnp.array([length], jnp.int32), rows)
-  context, block = model.apply({}, view, width, method='_visible')
+  positions = jnp.arange(rows, dtype=jnp.int32)
+  view = dflash.View(
+    start=jnp.array([[length]], jnp.int32),
+    positions=positions[None],
+    seen=(positions < length)[None, None],
+  )
+  context, block = dflash._visible(config, 0, view, width)
   context = np.broadcast_to(context[0, 0], (width, rows))
   assert np.array_equal(
     np.concatenate([context, block], axis=1),

@@ -59,7 +59,7 @@ def test_another_gpu_is_said_in_one_line(capsys, monkeypatch):
 def test_every_op_has_cases():
   cases = list(bench.find_cases())
   assert {case.op for case in cases} == set(bench.ops_with_cases())
-  assert len(bench.ops_with_cases()) == 6
+  assert len(bench.ops_with_cases()) == 7
   assert len({(case.op, case.name) for case in cases}) == len(cases)
 
 

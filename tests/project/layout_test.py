@@ -65,6 +65,7 @@ TOP = {
 }
 OPS = (
   'cache_compact',
+  'draft_attention',
   'expert_router',
   'grouped_matmul',
   'tree_accept',

@@ -1,0 +1,331 @@
+"""The program of one block of draft attention, in Pallas Mosaic GPU.
+
+A block owns 64 query rows, some query heads of one key head times the slots, in
+shared memory. Each of its two warpgroups owns a split of the keys, tiles of 64
+rows: context first, then the drafted block. It multiplies Q K^T, computes the
+softmax in base 2 and multiplies P V, one after the other: all is bound by
+memory, so nothing is pipelined but the loads, and the warpgroups, which share
+nothing but the queries, fill each other's gaps.
+
+A warpgroup writes its normalised output and, in base 2, the logarithm of its
+sum; `verify_attention.merge` merges them.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64  # query rows of a block: the M of a wgmma
+KEYS = 64  # rows of a key tile
+DIM = 128  # of a head
+WARPGROUPS = 2
+SLOTS = 3  # key tiles of a warpgroup in shared memory
+_LOG2E = math.log2(math.e)
+_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+  approx_math=True,
+  # The barriers that are needed are written out.
+  unsafe_no_auto_barriers=True,
+  # Rows are reduced within a warp; the default does not fit beside the tiles.
+  reduction_scratch_bytes=512,
+  lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What is known when the kernel is compiled."""
+
+  slots: int  # W
+  heads: int  # K
+  group: int  # G
+  scale: float
+  causal: bool
+  window: int | None
+  window_from_root: bool
+  splits: int  # blocks that share the keys of a row
+  interpret: Any
+
+  @property
+  def slot_rows(self) -> int:
+    """Rows of a query head in a tile; behind the last slot come zeros."""
+    return -(-self.slots // 8) * 8
+
+  @property
+  def tile_heads(self) -> int:
+    """Query heads of a tile, all of one key head."""
+    return ROWS // self.slot_rows
+
+  @property
+  def head_tiles(self) -> int:
+    """Tiles of a key head."""
+    return -(-self.group // self.tile_heads)
+
+  @property
+  def num_rows(self) -> int:
+    """Rows of all tiles of a sequence."""
+    return self.heads * self.head_tiles * ROWS
+
+  def row_of(self, slot: Any, head: Any) -> Any:
+    """Where the tiles have a slot of one of the K G query heads."""
+    in_group = lax.rem(head, self.group)
+    tile = lax.div(head, self.group) * self.head_tiles
+    tile = tile + lax.div(in_group, self.tile_heads)
+    in_tile = lax.rem(in_group, self.tile_heads)
+    return tile * ROWS + in_tile * self.slot_rows + slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  """What a warpgroup works on (`count` key tiles from `start`) and with."""
+
+  plan: Plan
+  layer: jax.Array
+  batch: jax.Array
+  tile: jax.Array
+  warpgroup: jax.Array
+  length: jax.Array
+  num_prefix: jax.Array
+  start: jax.Array
+  count: jax.Array
+  query: Any  # [B, W, K G d] in device memory
+  context: Any  # [L, B, S, 2 K d]
+  rows: Any  # [B, W, 2 K d]
+  q: Any  # [ROWS, DIM] in shared memory, like all below
+  keys: Any  # [WARPGROUPS, SLOTS, KEYS, DIM]
+  values: Any  # [WARPGROUPS, SLOTS, KEYS, DIM]
+  weights: Any  # [WARPGROUPS, ROWS, KEYS]
+  logs: Any  # float32 [WARPGROUPS, ROWS]
+  q_full: Any
+  keys_full: Any  # [WARPGROUPS, SLOTS], like the next
+  values_full: Any
+
+
+def _load_queries(block: Block) -> None:
+  """Starts copying the block's query rows, one head after the other.
+
+  Behind the last head of a group it is repeated: nobody reads those rows.
+  """
+  plan = block.plan
+  head0 = lax.div(block.tile, plan.head_tiles) * plan.group
+  first = lax.rem(block.tile, plan.head_tiles) * plan.tile_heads
+  for i in range(plan.tile_heads):
+    head = head0 + jnp.minimum(first + i, plan.group - 1)
+    columns = pl.ds(head * DIM, DIM)
+    source = block.query.at[block.batch, pl.ds(0, plan.slot_rows), columns]
+    target = block.q.at[pl.ds(i * plan.slot_rows, plan.slot_rows)]
+    plgpu.copy_gmem_to_smem(source, target, block.q_full)
+
+
+def _load(block: Block, i) -> None:
+  """Starts copying the warpgroup's i-th key tile, if there is one."""
+  plan, tile = block.plan, block.start + i
+  slot = (block.warpgroup, lax.rem(i, SLOTS))
+  keys = lax.div(block.tile, plan.head_tiles) * DIM
+  values = keys + plan.heads * DIM
+
+  def copy(source):
+    for column, target, barrier in (
+      (keys, block.keys, block.keys_full),
+      (values, block.values, block.values_full),
+    ):
+      plgpu.copy_gmem_to_smem(
+        source(pl.ds(column, DIM)), target.at[slot], barrier.at[slot]
+      )
+
+  @pl.when((i < block.count) & (tile < block.num_prefix))
+  def _():
+    rows = pl.ds(tile * KEYS, KEYS)
+    copy(lambda at: block.context.at[block.layer, block.batch, rows, at])
+
+  @pl.when((i < block.count) & (tile >= block.num_prefix))
+  def _():
+    copy(lambda at: block.rows.at[block.batch, pl.ds(0, KEYS), at])
+
+
+def _iota(axis: int) -> jax.Array:
+  return plgpu.broadcasted_iota(
+    jnp.int32, (ROWS, KEYS), axis, layout=plgpu.Layout.WGMMA
+  )
+
+
+def _mask(block: Block, s: jax.Array, tile: jax.Array) -> jax.Array:
+  """Scores [ROWS, KEYS] of a key tile, -inf where a slot must not see."""
+  plan = block.plan
+  window = plan.window
+
+  def in_window(s, key, root):
+    if window is None:
+      return s
+    first = root - window + 1
+    if not plan.window_from_root:
+      first = first + lax.rem(_iota(0), plan.slot_rows)
+    return jnp.where(key >= first, s, -jnp.inf)
+
+  def in_context(s):
+    key = _iota(1) + tile * KEYS
+    s = jnp.where(key < block.length, s, -jnp.inf)
+    return in_window(s, key, block.length)
+
+  def in_block(s):
+    key = _iota(1)
+    s = jnp.where(key < plan.slots, s, -jnp.inf)
+    if plan.causal:
+      slot = lax.rem(_iota(0), plan.slot_rows)
+      s = jnp.where(key <= slot, s, -jnp.inf)
+    return in_window(s, key, 0)
+
+  partly = tile >= lax.div(block.length, KEYS)
+  if window is not None:
+    last = block.length - window
+    if not plan.window_from_root:
+      last = last + plan.slots - 1
+    partly = partly | (tile * KEYS <= last)
+  kind = jnp.where(tile >= block.num_prefix, 2, partly.astype(jnp.int32))
+  return lax.switch(kind, (lambda s: s, in_context, in_block), s)
+
+
+def _clean(block: Block, tile: jax.Array, slot) -> None:
+  """Zeroes the values behind the length: weights of 0 do not silence a NaN."""
+  here = block.length - tile * KEYS
+
+  @pl.when((here < KEYS) & (tile < block.num_prefix))
+  def _():
+    for first in range(0, DIM, KEYS):
+      at = (*slot, slice(None), pl.ds(first, KEYS))
+      v = plgpu.load(block.values.at[at], layout=plgpu.Layout.WGMMA)
+      v = jnp.where(_iota(0) < here, v.astype(jnp.float32), 0.0)
+      block.values[at] = v.astype(jnp.bfloat16)
+
+
+def _score(block: Block, slot) -> jax.Array:
+  """Q K^T with the keys in a slot, float32 [ROWS, KEYS], awaited."""
+
+  def compute(acc):
+    plgpu.wgmma(acc, block.q, block.keys.at[slot].transpose((1, 0)))
+    return acc[...]
+
+  return pl.run_scoped(compute, plgpu.ACC((ROWS, KEYS), jnp.float32))
+
+
+def _multiply(block: Block, acc: jax.Array, slot) -> jax.Array:
+  """acc + P V with the values in a slot, awaited."""
+
+  def compute(ref):
+    plgpu.wgmma(ref, block.weights.at[block.warpgroup], block.values.at[slot])
+
+  if not block.plan.interpret:
+    return pl.run_state(compute)(plgpu.ACC.init(acc))
+
+  # The interpreter has no accumulator that starts with a value.
+  def fresh(ref):
+    compute(ref)
+    return ref[...]
+
+  return acc + pl.run_scoped(fresh, plgpu.ACC(acc.shape, acc.dtype))
+
+
+def _step(block: Block, i, carry):
+  """Takes in the warpgroup's i-th key tile.
+
+  Args:
+    block: the block.
+    i: which of its tiles.
+    carry: output [ROWS, DIM] and sum of weights [ROWS], both relative to 2^m,
+      and the maximum m of the scores so far, base 2, [ROWS]; all float32.
+  """
+  acc, total, m = carry
+  tile, slot = block.start + i, (block.warpgroup, lax.rem(i, SLOTS))
+  plgpu.barrier_wait(block.keys_full.at[slot])
+  s = _score(block, slot) * (block.plan.scale * _LOG2E)
+  s = _mask(block, s, tile)
+  new_m = jnp.maximum(m, s.max(axis=1))
+  # A slot may see nothing yet; -inf - (-inf) would be NaN.
+  base = jnp.where(new_m == -jnp.inf, 0.0, new_m)
+  factor = jnp.exp2(m - base)
+  w = jnp.exp2(s - lax.broadcast_in_dim(base, s.shape, (0,)))
+  total = total * factor + w.sum(axis=1)
+  block.weights[block.warpgroup] = w.astype(jnp.bfloat16)
+  plgpu.barrier_wait(block.values_full.at[slot])
+  _clean(block, tile, slot)
+  plgpu.commit_smem()
+  acc = acc * lax.broadcast_in_dim(factor, acc.shape, (0,))
+  acc = _multiply(block, acc, slot)
+  # The products of all four warps have read the slot and the weights before
+  # one warp has them overwritten.
+  plgpu.commit_smem()
+  _load(block, i + SLOTS)
+  return acc, total, new_m
+
+
+def body(
+  plan: Plan, layer, lengths, query, context, rows, out, logs, *scratch
+) -> None:
+  """A warpgroup: `out[split, b, rows of the tile]` and the logarithms of it."""
+  batch, tile, warpgroup = (
+    lax.axis_index(name) for name in ('batch', 'tile', 'warpgroup')
+  )
+  split = lax.axis_index('split') * WARPGROUPS + warpgroup
+  length = lengths[batch]
+  num_prefix = lax.div(length + (KEYS - 1), KEYS)
+  first = jnp.int32(0)
+  if plan.window is not None:
+    first = lax.div(jnp.maximum(length - plan.window + 1, 0), KEYS)
+  # Splits of equal size, whatever the length. The drafted block is one tile.
+  num_tiles, num_splits = num_prefix - first + 1, plan.splits * WARPGROUPS
+  start = lax.div(num_tiles * split, num_splits)
+  count = lax.div(num_tiles * (split + 1), num_splits) - start
+  block = Block(
+    plan, layer[0], batch, tile, warpgroup, length, num_prefix, first + start,
+    count, query, context, rows, *scratch,
+  )  # fmt: skip
+
+  @pl.when(warpgroup == 0)
+  def _():
+    _load_queries(block)
+
+  lax.fori_loop(0, SLOTS, lambda i, _: _load(block, i), None)
+  plgpu.barrier_wait(block.q_full)
+  carry = (
+    plgpu.layout_cast(jnp.zeros((ROWS, DIM), jnp.float32), plgpu.Layout.WGMMA),
+    plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW),
+    plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW),
+  )
+  carry = lax.fori_loop(0, count, lambda i, x: _step(block, i, x), carry)
+  acc, total, m = carry
+  inverse = jnp.where(total > 0, 1 / total, 0.0)
+  acc = acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))
+  # Nothing is on its way into the first slot any more.
+  block.values[warpgroup, 0] = acc.astype(jnp.bfloat16)
+  block.logs[warpgroup] = m + jnp.log2(total)
+  plgpu.commit_smem()
+  at = (split, batch, pl.ds(tile * ROWS, ROWS))
+  plgpu.copy_smem_to_gmem(block.values.at[warpgroup, 0], out.at[at])
+  plgpu.copy_smem_to_gmem(block.logs.at[warpgroup], logs.at[at])
+  plgpu.wait_smem_to_gmem(0)
+
+
+def scratch(plan: Plan) -> tuple[Any, ...]:
+  """The shared memory of a block, in the order of the fields of Block."""
+  transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+  def tiled(*shape):
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+  return (
+    tiled(ROWS, DIM),
+    tiled(WARPGROUPS, SLOTS, KEYS, DIM),
+    tiled(WARPGROUPS, SLOTS, KEYS, DIM),
+    tiled(WARPGROUPS, ROWS, KEYS),
+    plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+    plgpu.Barrier(num_arrivals=plan.tile_heads),  # q_full
+    plgpu.Barrier(num_barriers=(WARPGROUPS, SLOTS)),  # keys_full
+    plgpu.Barrier(num_barriers=(WARPGROUPS, SLOTS)),  # values_full
+  )

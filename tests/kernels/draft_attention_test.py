@@ -1,0 +1,147 @@
+"""draft_attention against float64 NumPy, one slot at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.draft_attention import api
+
+L, S, K, G, D, LAYER = 2, 19, 2, 3, 8, 1
+SCALE = 0.37
+MASKS = (
+  {},
+  {'causal': True},
+  {'causal': True, 'window': 5},
+  {'window': 5, 'window_from_root': True},
+  {'window': 1},
+)
+
+attend = jax.jit(
+  api.draft_attention,
+  static_argnames=(
+    *('layer', 'scale', 'causal', 'window', 'window_from_root'),
+    'implementation',
+  ),
+)
+
+
+@pytest.fixture(autouse=True, scope='module')
+def strict():
+  with (
+    jax.numpy_dtype_promotion('strict'),
+    jax.numpy_rank_promotion('raise'),
+  ):
+    yield
+
+
+def make_arrays(slots, lengths, shape=(L, S, K, G, D), seed=0):
+  """Float64 inputs; other layers and what is not committed are NaN."""
+  rng = np.random.default_rng(seed)
+  layers, size, heads, group, dim = shape
+  batch, width = len(lengths), 2 * heads * dim
+  query = rng.normal(size=(batch, slots, heads, group, dim))
+  context = np.full((layers, batch, size, width), np.nan)
+  for b, length in enumerate(lengths):
+    context[LAYER, b, :length] = rng.normal(size=(length, width))
+  rows = rng.normal(size=(batch, slots, width))
+  return query, context, rows, np.asarray(lengths, np.int32)
+
+
+def expected(
+  query,
+  context,
+  rows,
+  lengths,
+  scale=SCALE,
+  causal=False,
+  window=None,
+  window_from_root=False,
+):
+  """Softmax over exactly the visible rows, in float64."""
+  query, context, rows = (
+    np.asarray(a, np.float64) for a in (query, context, rows)
+  )
+  batch, slots, heads, group, dim = query.shape
+  out = np.zeros(query.shape)
+  for b, w, k in np.ndindex(batch, slots, heads):
+    length = int(lengths[b])
+    every = np.concatenate([context[LAYER, b, :length], rows[b]])
+    seen = np.ones(len(every), bool)
+    if causal:
+      seen[length + w + 1 :] = False
+    if window is not None:
+      at = length + (0 if window_from_root else w)
+      seen &= at - np.arange(len(every)) < window
+    every = every[seen].reshape(-1, 2, heads, dim)[:, :, k]
+    scores = scale * query[b, w, k] @ every[:, 0].T
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    out[b, w, k] = weights @ every[:, 1]
+  return out
+
+
+def run(arrays, **options):
+  *values, lengths = arrays
+  values = [np.asarray(a, np.float32) for a in values]
+  options = {'layer': LAYER, 'scale': SCALE} | options
+  return np.asarray(attend(*values, lengths, **options))
+
+
+@pytest.mark.parametrize('masks', MASKS, ids=str)
+@pytest.mark.parametrize('slots', (1, 7, 16))
+def test_equals_float64_with_nan_behind_the_length(slots, masks):
+  arrays = make_arrays(slots, [0, 1, 7, S - 1, S])
+  np.testing.assert_allclose(
+    run(arrays, **masks), expected(*arrays, **masks), rtol=3e-5, atol=3e-6
+  )
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+  arrays = make_arrays(7, [3, S])
+  out = run(arrays)
+  query, context, rows, lengths = (a.copy() for a in arrays)
+  query[1] = context[:, 1] = rows[1] = np.nan
+  changed = run((query, context, rows, lengths))
+  np.testing.assert_array_equal(changed[0], out[0])
+  assert np.isnan(changed[1]).all()
+
+
+def test_bfloat16_is_as_exact_as_its_weights():
+  arrays = make_arrays(16, [0, 11])
+  values = [jnp.asarray(a, jnp.bfloat16) for a in arrays[:3]]
+  out = attend(*values, arrays[3], layer=LAYER, scale=SCALE)
+  truth = expected(*(a.astype(jnp.float32) for a in values), arrays[3])
+  assert out.dtype == jnp.bfloat16
+  difference = np.asarray(out.astype(jnp.float32)) - truth
+  assert np.linalg.norm(difference) < 0.01 * np.linalg.norm(truth)
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  (
+    ('query', jnp.zeros((1, 7, K, G))),
+    ('query', jnp.zeros((1, 0, K, G, D))),
+    ('context', jnp.zeros((L, 1, S, 2 * K * D + 1))),
+    ('context', jnp.zeros((L, 1, S, 2 * K * D), jnp.bfloat16)),
+    ('rows', jnp.zeros((1, 6, 2 * K * D))),
+    ('lengths', jnp.zeros((1,))),
+    ('layer', L),
+    ('window', 0),
+    ('scale', float('nan')),
+    ('implementation', 'mosaic_gpu'),
+    ('implementation', 'training'),
+  ),
+)
+def test_what_is_refused(name, value):
+  arguments = {
+    'query': jnp.zeros((1, 7, K, G, D)),
+    'context': jnp.zeros((L, 1, S, 2 * K * D)),
+    'rows': jnp.zeros((1, 7, 2 * K * D)),
+    'lengths': jnp.zeros((1,), jnp.int32),
+    'layer': 0,
+    'scale': 1.0,
+  }
+  api.draft_attention(**arguments)
+  with pytest.raises(ValueError, match=f'^{name}: '):
+    api.draft_attention(**arguments | {name: value})
