@@ -121,7 +121,7 @@ class DraftTask:
       out,
       batch,
       budgets=BUDGETS,
-      first=self.recipe.prompt_tokens[0],
+      first=self.recipe.prompt_tokens,
     )
     return sums | {
       'divergence': result.divergence,
