@@ -26,7 +26,6 @@ from pallas_kernels.grouped_matmul import routing, tiles
 __all__ = ('group', 'supported')
 
 _MAX_TOKENS = 1056  # Every block counts them all. (8 for each of 132 blocks.)
-_MAX_CHOICES = 8
 _SHARED_BYTES = 232448 - 2048
 _LANES = 128  # Threads of a warpgroup, and the narrowest vector.
 _EXPERTS = 64  # Of a tile that counts: two words of 32.
@@ -40,7 +39,7 @@ def supported(tokens: int, hidden: int, experts: int, cut: tiles.Plan) -> bool:
   """Whether `group` takes these sizes."""
   own = pl.cdiv(tokens, cut.blocks)
   lanes = routing.round_up(experts, _EXPERTS)
-  masks = (lanes // 32 + _MAX_CHOICES) * _padded(tokens, cut.groups)
+  masks = lanes // 32 * _padded(tokens, cut.groups)
   shared = own * hidden * 2 + (masks + lanes * (cut.groups + 2)) * 4
   return (
     tokens <= _MAX_TOKENS
@@ -93,9 +92,13 @@ def group(
   padded = _padded(tokens, cut.groups)
   capacity, entries = routing.sizes(tokens * choices, experts, cut.width)
   capacity += front
-  # By columns, as a lane takes a token: so the router leaves them in memory.
-  # Flat, as copied rows may begin anywhere, but not be of any length.
-  flat = ids.T.reshape(-1)
+  # One fusion with what made the ids. Columns, as a lane takes a token.
+  valid = (ids >= 0) & (ids < experts)
+  columns = jnp.pad(
+    jnp.where(valid, ids, lanes).T,
+    ((0, 0), (0, padded - tokens)),
+    constant_values=lanes,
+  )
   pieces = (hidden // _PIECE, _PIECE)
   counts = plgpu.SMEM((lanes,), jnp.int32)
   kernel = plgpu.kernel(
@@ -113,11 +116,6 @@ def group(
       rows=plgpu.SMEM((own, *pieces), x.dtype),
       loaded=plgpu.Barrier(),
       together=plgpu.Barrier(num_arrivals=cut.groups),
-      columns=plgpu.SMEM((choices, padded), jnp.int32),
-      listed=plgpu.Barrier(
-        num_arrivals=choices * _step(tokens, cut.groups) // _LANES,
-        num_barriers=cut.groups,
-      ),
       masks=plgpu.SMEM((lanes // 32, padded), jnp.int32),
       partial=plgpu.SMEM((cut.groups, lanes), jnp.int32),
       counts=counts,
@@ -134,15 +132,14 @@ def group(
     kernel_name='expert_group',
   )
   x = x.reshape(tokens, *pieces)
-  *tables, rows, places = kernel(flat, weights, x)
+  *tables, rows, places = kernel(columns, weights, x)
   places = [(jnp.maximum(row, 0), row >= 0) for row in places]
   return tuple(tables), rows.reshape(capacity, hidden), places
 
 
 def _kernel(
   ids, weights, x, table, number, row_weights, out, places, *, rows, loaded,
-  together, columns, listed, masks, partial, counts, starts, own, experts,
-  width, front,
+  together, masks, partial, counts, starts, own, experts, width, front,
 ):  # fmt: skip
   """One block's part.
 
@@ -166,18 +163,7 @@ def _kernel(
 
   @pl.when(group * step < tokens)
   def _():
-    start, here = group * step, pl.ds(group * step, step)
-    for k in range(choices):
-      for part in range(0, step, _LANES):
-        # What is copied from behind a column's end is no token's.
-        plgpu.copy_gmem_to_smem(
-          ids.at[pl.ds(k * tokens + start + part, _LANES)],
-          columns.at[k, pl.ds(start + part, _LANES)],
-          listed.at[group],
-        )
-    plgpu.barrier_wait(listed.at[group])
-    _clean(columns, here, tokens - start, experts, counts.shape[0])
-    _write_masks(columns, masks, here)
+    _write_masks(ids, masks, pl.ds(group * step, step))
 
   meet()
   _count(masks, partial, group, first, tokens)
@@ -208,7 +194,7 @@ def _kernel(
     # A loop over pairs, not unrolled over choices: code is loaded just once.
     row, choice = lax.div(pair, choices), lax.rem(pair, choices)
     token = first + row
-    here, slot, expert, weight = _look_up(columns, weights, token, choice)
+    here, slot, expert, weight = _look_up(ids, weights, token, choice)
     here &= expert < counts.shape[0]
     expert = jnp.minimum(expert, counts.shape[0] - 1)
 
@@ -235,18 +221,9 @@ def _each(first, end, step, body):
   lax.fori_loop(0, number, lambda i, _: body(first + i * step, None), None)
 
 
-def _clean(columns, tokens, left, experts, nobody):
-  """Makes some tokens' ids `nobody` that are no experts or no tokens'."""
-  inside = lax.iota(jnp.int32, tokens.size) < left
-  for k in range(columns.shape[0]):
-    ids = columns[k, tokens]
-    valid = inside & (ids >= 0) & (ids < experts)
-    columns[k, tokens] = jnp.where(valid, ids, nobody)
-
-
-def _write_masks(columns, masks, tokens):
+def _write_masks(ids, masks, tokens):
   """Some tokens' experts `[K, T]`, as sets `[E / 32, T]`."""
-  columns = [columns[k, tokens] for k in range(columns.shape[0])]
+  columns = [ids[k, tokens] for k in range(ids.shape[0])]
   bits = [lax.shift_left(jnp.ones_like(c), c & 31) for c in columns]
   columns = [c >> 5 for c in columns]
 
