@@ -108,7 +108,15 @@ def test_run_is_the_reference():
   np.testing.assert_allclose(mine[0].choice, theirs[0].choice, atol=1e-6)
 
 
-@pytest.mark.parametrize('rows', [1, 17, 257, 1056])
+@pytest.mark.parametrize(
+  'rows',
+  [
+    1,
+    pytest.param(17, marks=pytest.mark.slow),
+    pytest.param(257, marks=pytest.mark.slow),
+    1056,
+  ],
+)
 @pytest.mark.parametrize('model', [(6, 64, 2048), (8, 384, 7168), (2, 8, 256)])
 def test_lowers_at_real_shapes(rows, model):
   choices, experts, hidden = model
