@@ -1,9 +1,8 @@
-"""The router on a Hopper GPU: two launches instead of six.
+"""The router on a Hopper GPU: two launches instead of five.
 
-XLA needs a launch each to add up the parts of the product, sort all scores,
-look the chosen ones up, normalise them and lay the ids out for whoever sorts
-rows by expert. Each costs more than what it does, and nothing else of a layer
-can run meanwhile.
+XLA needs a launch each for the product and to add up its parts, sort all
+scores, look the chosen ones up and normalise them. Each costs more than what it
+does, and nothing else of a layer can run meanwhile.
 
 Here a warp has a row, with the scores of all its experts in its registers, so
 that an expert is chosen by two reductions over the warp: the highest score, and
