@@ -40,11 +40,12 @@ RECIPE = TrainRecipe(
 )
 
 # A third of the target's parameters. Taps over its whole depth: in so small a
-# model no layer is far from the output.
+# model no layer is far from the output. Sequences as long as the target's: past
+# the positions that it has learnt a drafter's acceptance falls by half.
 DRAFTER_RECIPE = DrafterRecipe(
-  steps=6000,
-  batch_size=64,
-  sequence_length=512,
+  steps=8000,
+  batch_size=32,
+  sequence_length=1024,
   learning_rate=2e-3,
   final_learning_rate=2e-5,
   warmup_steps=200,
@@ -57,14 +58,14 @@ DRAFTER_RECIPE = DrafterRecipe(
   intermediate_size=464,
   block_size=16,
   target_layer_ids=(1, 3, 5, 7),
-  anchors=64,
+  anchors=128,
   # A slot counts as far as the drafter gets there, instead of by its depth.
   gamma=100.0,
   prefix_power=0.5,
   hard_weight=1.0,
-  rollouts=24576,
+  rollouts=49152,
   rollout_share=0.5,
   rollout_tokens=192,
-  prompt_tokens=128,
+  prompt_tokens=(128, 448),
   temperatures=(0.0, 0.8),
 )

@@ -102,7 +102,7 @@ def train(
     data = Data(
       train=mix(
         corpus.tokens('train'),
-        cut_loops(rollouts),
+        [row for rows in rollouts for row in cut_loops(rows)],
         recipe.rollout_share,
         corpus.end_of_text,
         recipe.seed,
@@ -123,10 +123,7 @@ def train(
     measured = any('greedy_divergence' in r for r in folder.records)
     if int(state.step) == recipe.steps and not measured:
       validate = Evaluation(task, recipe, data.end_of_text)
-      # A window has a label behind it; and as long as the other stream is, it
-      # is the same program.
-      stream = np.zeros(max(greedy.size + 1, len(data.validation)), np.uint16)
-      stream[: greedy.size] = greedy.reshape(-1)
+      stream = _windows(greedy, recipe.sequence_length, data)
       found = validate(state.params, stream, target.params, limit=len(greedy))
       found = {f'greedy_{key}': value for key, value in found.items()}
       write_drafter(output / DRAFTER_FOLDER, config, state.params, recipe)
@@ -134,6 +131,22 @@ def train(
     return folder.records
   finally:
     folder.close()
+
+
+def _windows(greedy: np.ndarray, length: int, data: Data) -> np.ndarray:
+  """Rollouts `[N, T]`, each filled up to a window of `length` tokens.
+
+  A window has a label behind it; and as long as the validation's stream is, the
+  program is the same.
+  """
+  missing = length - greedy.shape[1]
+  windows = np.pad(
+    greedy, ((0, 0), (0, missing)), constant_values=data.end_of_text
+  )
+  tokens = max(windows.size + 1, len(data.validation))
+  stream = np.full(tokens, data.end_of_text, np.uint16)
+  stream[: windows.size] = windows.reshape(-1)
+  return stream
 
 
 def fingerprint(target: api.Target) -> str:
@@ -147,36 +160,38 @@ def _rollouts(
   corpus: Corpus,
   recipe: DrafterRecipe,
   output: pathlib.Path,
-) -> tuple[np.ndarray, np.ndarray]:
-  """Rollouts to train on, and greedy ones of the validation split.
+) -> tuple[list[np.ndarray], np.ndarray]:
+  """Rollouts to train on, one array for each length of prompts, and greedy
+  ones of the validation split.
 
   Kept in the run's folder, so that a run that is continued has the same.
   """
-  path = output / ROLLOUTS
+  path, lengths = output / ROLLOUTS, recipe.prompt_tokens
+  names = [f'train_{number}' for number in range(len(lengths))]
   if path.exists():
     with np.load(path) as arrays:
-      return arrays['train'], arrays['validation']
-  length = recipe.prompt_tokens
-  tokens = max(recipe.rollout_tokens, recipe.sequence_length - length)
-  counts = (recipe.rollouts, recipe.validation_rollouts)
-  # One program for both.
-  roller = Roller(target, length + tokens, min(ROWS, max(counts)))
-  found = []
-  for split, count, temperatures in (
-    ('train', recipe.rollouts, recipe.temperatures),
-    ('validation', recipe.validation_rollouts, (0.0,)),
-  ):
+      return [arrays[name] for name in names], arrays['validation']
+  share = -(-recipe.rollouts // len(lengths))
+  most = max(share, recipe.validation_rollouts)
+  roller = Roller(target, max(lengths) + recipe.rollout_tokens, min(ROWS, most))
+
+  def found(split, number, count, temperatures):
     end, stream = corpus.end_of_text, corpus.tokens(split)
-    prompts = choose_prompts(stream, end, count, length, recipe.seed)
-    new = recipe.rollout_tokens
-    if split == 'validation':
-      new = recipe.sequence_length - length
-    found.append(roller(prompts, new, temperatures, recipe.seed))
+    seed = recipe.seed + number
+    prompts = choose_prompts(stream, end, count, lengths[number], seed)
+    return roller(prompts, recipe.rollout_tokens, temperatures, seed * share)
+
+  train = [
+    found('train', number, share if recipe.rollouts else 0, recipe.temperatures)
+    for number in range(len(lengths))
+  ]
+  validation = found('validation', 0, recipe.validation_rollouts, (0.0,))
   temporary = output / f'.{ROLLOUTS}'
   with open(temporary, 'wb') as file:
-    np.savez_compressed(file, train=found[0], validation=found[1])
+    arrays = dict(zip(names, train, strict=True))
+    np.savez_compressed(file, validation=validation, **arrays)
   temporary.rename(path)
-  return found[0], found[1]
+  return train, validation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

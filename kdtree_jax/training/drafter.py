@@ -121,7 +121,7 @@ class DraftTask:
       out,
       batch,
       budgets=BUDGETS,
-      first=self.recipe.prompt_tokens,
+      first=self.recipe.prompt_tokens[0],
     )
     return sums | {
       'divergence': result.divergence,

@@ -108,7 +108,8 @@ class DrafterRecipe(TrainRecipe):
       training starts: drafts are judged on what the target says. 0 for none.
     rollout_share: of the training tokens, those of rollouts, repeated or cut.
     rollout_tokens: new tokens of each.
-    prompt_tokens: of each prompt, and of those of the validation.
+    prompt_tokens: of the prompts in turn, so that the target also speaks far
+      from a beginning; the first are those of the validation.
     temperatures: of the rollouts in turn.
     validation_rollouts: greedy ones, which the last validation measures.
   """
@@ -127,7 +128,7 @@ class DrafterRecipe(TrainRecipe):
   rollouts: int = 0
   rollout_share: float = 0.5
   rollout_tokens: int = 192
-  prompt_tokens: int = 64
+  prompt_tokens: tuple[int, ...] = (64,)
   temperatures: tuple[float, ...] = (0.0, 1.0)
   validation_rollouts: int = 128
 
@@ -138,14 +139,23 @@ class DrafterRecipe(TrainRecipe):
       ('block_size', 2, self.sequence_length),
       ('hard_weight', 0, 1),
       ('rollout_share', 0, 0.99),
-      ('rollout_tokens', 1, 1 << 20),
-      ('prompt_tokens', 1, self.sequence_length - 1),
+      ('rollout_tokens', 1, self.sequence_length - 1),
       ('validation_rollouts', 1, 1 << 20),
     )
     for name, least, most in limits:
       if not least <= getattr(self, name) <= most:
         raise UserError(
           f'recipe: {name}={getattr(self, name)} is not in {least}..{most}'
+        )
+    if not self.prompt_tokens:
+      raise UserError('recipe: prompt_tokens is empty')
+    most = self.sequence_length - self.rollout_tokens
+    for tokens in self.prompt_tokens:
+      if not 1 <= tokens <= most:
+        raise UserError(
+          f'recipe: prompt_tokens={tokens} and rollout_tokens='
+          f'{self.rollout_tokens} do not fit sequence_length='
+          f'{self.sequence_length}'
         )
     if self.gamma <= 0:
       raise UserError(f'recipe: gamma={self.gamma} is not positive')

@@ -55,7 +55,7 @@ TARGET_RECIPE = TrainRecipe(
   checkpoint_every=1000,
 )
 RECIPE = DrafterRecipe(
-  steps=80,
+  steps=100,
   batch_size=16,
   sequence_length=32,
   learning_rate=1e-2,
@@ -73,7 +73,7 @@ RECIPE = DrafterRecipe(
   gamma=4.0,
   rollouts=16,
   rollout_tokens=20,
-  prompt_tokens=10,
+  prompt_tokens=(10, 8),
   validation_rollouts=16,
   validation_sequences=16,
   validate_every=1000,
@@ -249,7 +249,10 @@ def test_rollouts_have_their_share_as_documents():
     ({'gamma': 0.0}, 'gamma=0.0 is not positive'),
     ({'prefix_power': -0.5}, 'prefix_power=-0.5 is below 0'),
     ({'hard_weight': 1.5}, 'hard_weight=1.5 is not in 0..1'),
-    ({'prompt_tokens': 32}, 'prompt_tokens=32 is not in 1..31'),
+    ({'prompt_tokens': ()}, 'prompt_tokens is empty'),
+    ({'prompt_tokens': (4, 13)}, 'prompt_tokens=13 and rollout_tokens=20 do'),
+    ({'prompt_tokens': (0,)}, 'prompt_tokens=0 and rollout_tokens=20 do not'),
+    ({'rollout_tokens': 32}, 'rollout_tokens=32 is not in 1..31'),
     ({'temperatures': ()}, 'temperatures is empty'),
   ],
 )
