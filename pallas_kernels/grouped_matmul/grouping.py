@@ -1,9 +1,9 @@
 """Which rows go to which experts, on a Hopper GPU: `routing.group`, one launch.
 
 XLA needs about a dozen small ops for it, which take up to twice as long as this
-kernel. Every block has some tokens, and finds out by itself what it must know of
-all others: their number on each expert, from which the places of its own rows
-follow.
+kernel. Every block has some tokens, and finds out by itself what it must know
+of all others: their number on each expert, from which the places of its own
+rows follow.
 
 Counting is by sets: a token's experts are bits of a few words, so that repeats
 and what is no expert need no care, and one bit is looked at for each of 64

@@ -1,8 +1,8 @@
 """The program of one block of verify attention, in Pallas Mosaic GPU.
 
-A block of three warpgroups owns 64 query rows (node, head) and a range of key
-tiles of 64 latent rows: cached rows first, then new ones. The latent stays in
-shared memory once, as key and as value.
+A block of three warpgroups owns 64 query rows (head, node) and a share of the
+key tiles of 64 latent rows: cached rows first, then new ones. The latent stays
+in shared memory once, as key and as value.
 
   score warpgroup   S = Q K^T, mask, softmax in base 2, P to shared memory
   value warpgroup h O[:, half h] = scale O + P V[:, half h], h = 0, 1
@@ -79,7 +79,12 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """What one block works on (`count` key tiles from `start`) and with."""
+  """What one block works on and with.
+
+  Key tiles are numbered through: `num_prefix` is the first that holds new rows.
+  The block's i-th of `count` is i + `first_prefix` for i < `count_prefix`, then
+  i + `first_new`.
+  """
 
   plan: Plan
   layer: jax.Array
@@ -87,9 +92,12 @@ class Block:
   row0: jax.Array
   length: jax.Array
   num_prefix: jax.Array
-  start: jax.Array
+  first_prefix: jax.Array
+  count_prefix: jax.Array
+  first_new: jax.Array
   count: jax.Array
-  query: Any  # [B, rows, C] in device memory
+  query: Any  # [B, rows, R] in device memory
+  query_rope: Any  # [B, rows, ROPE]
   cache: Any  # [L, B, S, C]
   rows: Any  # [B, N, C]
   words: Any  # [B, W, rows] int32 or None
@@ -105,10 +113,15 @@ class Block:
   consumed: Any
   done: Any
 
+  def tile(self, i: jax.Array) -> jax.Array:
+    """The number of the block's i-th key tile."""
+    in_prefix = i < self.count_prefix
+    return i + jnp.where(in_prefix, self.first_prefix, self.first_new)
+
 
 def _load(block: Block, i, columns, target, barrier) -> None:
   """Starts copying columns of the block's i-th key tile, if there is one."""
-  tile = block.start + i
+  tile = block.tile(i)
 
   @pl.when((i < block.count) & (tile < block.num_prefix))
   def _():
@@ -139,11 +152,12 @@ def _load_rope(block: Block, i, slot) -> None:
 def _load_queries(block: Block) -> None:
   """Starts copying the block's query rows; behind the last come zeros."""
   half, rows = block.plan.half, pl.ds(block.row0, ROWS)
-  targets = (block.q.at[0], block.q.at[1], block.q_rope.at[0])
-  for part, target in enumerate(targets):
-    columns = pl.ds(part * half, ROPE if part == 2 else half)
+  for part in range(2):
+    columns = pl.ds(part * half, half)
     source = block.query.at[block.batch, rows, columns]
-    plgpu.copy_gmem_to_smem(source, target, block.q_full)
+    plgpu.copy_gmem_to_smem(source, block.q.at[part], block.q_full)
+  source = block.query_rope.at[block.batch, rows]
+  plgpu.copy_gmem_to_smem(source, block.q_rope.at[0], block.q_full)
 
 
 def _score(block: Block, acc, slot: int, zero) -> None:
@@ -181,7 +195,7 @@ def _mask(block: Block, s: jax.Array, tile: jax.Array) -> jax.Array:
     return jnp.where(_iota(1) < block.length - tile * KEYS, s, -jnp.inf)
 
   def causal(s):
-    node = lax.div(_iota(0) + block.row0, plan.heads)
+    node = lax.rem(_iota(0) + block.row0, plan.n)
     return jnp.where(_iota(1) + first <= node, s, -jnp.inf)
 
   def by_bits(s):
@@ -209,19 +223,31 @@ def _mask(block: Block, s: jax.Array, tile: jax.Array) -> jax.Array:
   return lax.switch(kind, (lambda s: s, in_prefix, new), s)
 
 
-def _clean(block: Block, tile: jax.Array, slot) -> None:
+def _clean(block: Block, s: jax.Array, tile: jax.Array, slot) -> None:
   """Zeroes what is not finite in the values of a tile that may hold such.
 
   A weight of 0 does not silence a NaN. Only rows behind the prefix and new
   rows that no node sees may hold one; a NaN in a row that counts has reached
   the scores already.
+
+  Args:
+    block: the block.
+    s: the tile's scores before the mask. What is not finite in a key makes its
+      score such for every query, zeros included: scores are soon looked
+      through, values are not.
+    tile: its number.
+    slot: where it is.
   """
-  dirty = tile >= lax.div(block.length, KEYS)
+  suspect = tile >= lax.div(block.length, KEYS)
   if not block.plan.has_bits:
     # In a chain every new row is seen, if only by its own node.
-    dirty = dirty & (tile < block.num_prefix)
+    suspect = suspect & (tile < block.num_prefix)
 
-  @pl.when(dirty)
+  def dirty():
+    rows = jnp.where(jnp.abs(s) < jnp.inf, 0.0, 1.0).max(axis=1)
+    return jnp.max(jnp.where(rows > 0, 1, 0)) > 0
+
+  @pl.when(lax.cond(suspect, dirty, lambda: False))
   def _():
     chunks = block.plan.half // 64
 
@@ -252,12 +278,12 @@ def _softmax(block: Block, s, i, slot: int, zero, m, total):
   Returns:
     m and total, this tile included.
   """
-  tile = block.start + i
+  tile = block.tile(i)
+  _clean(block, s, tile, slot + zero)
   scale = block.plan.scale * _LOG2E
   if scale <= 0:  # only then does the order of scores change, or inf * 0 arise
     s, scale = s * scale, 1.0
   s = _mask(block, s, tile)
-  _clean(block, tile, slot + zero)
   highest = s.max(axis=1) * scale
   raise_m = highest > m + LAG
   new_m = jnp.where(raise_m, highest, m)
@@ -391,7 +417,19 @@ def _value_warpgroup(block: Block, out, h: int | jax.Array) -> None:
   plgpu.wait_smem_to_gmem(0)
 
 
-def body(plan: Plan, layer, lengths, query, cache, rows, *refs) -> None:
+def _share(number, split, splits: int, end: bool):
+  """Where one split's part of so many tiles starts.
+
+  Splits whose parts are the larger ones are the last, or the first with `end`.
+  """
+  if end:
+    return number - lax.div(number * (splits - split), splits)
+  return lax.div(number * split, splits)
+
+
+def body(
+  plan: Plan, layer, lengths, query, query_rope, cache, rows, *refs
+) -> None:
   """One block. `refs` are words, if any, outputs, and the shared memory."""
   words = lse = None
   if plan.has_bits:
@@ -405,15 +443,21 @@ def body(plan: Plan, layer, lengths, query, cache, rows, *refs) -> None:
   num_prefix = lax.div(length + (KEYS - 1), KEYS)
   num_new = pl.cdiv(plan.n, KEYS)
   if not plan.has_bits:
-    last_node = lax.div(row0 + (ROWS - 1), plan.heads)
-    num_new = jnp.minimum(lax.div(last_node, KEYS) + 1, num_new)
-  # Splits of equal size, whatever the length.
-  num_tiles = num_prefix + num_new
-  start = lax.div(num_tiles * split, plan.splits)
-  count = lax.div(num_tiles * (split + 1), plan.splits) - start
+    node0 = lax.rem(row0, plan.n)
+    # Rows of two heads are as good as all nodes.
+    last_node = jnp.minimum(node0 + (ROWS - 1), plan.n - 1)
+    num_new = lax.div(last_node, KEYS) + 1
+  # Splits of equal size, whatever the length, and as equal in new tiles, which
+  # take longer: they have a mask.
+  prefix, new = (
+    [_share(number, split + i, plan.splits, end) for i in range(2)]
+    for number, end in ((num_prefix, False), (num_new, True))
+  )
+  count_prefix = prefix[1] - prefix[0]
   block = Block(
-    plan, layer[0], batch, row0, length, num_prefix, start, count,
-    query, cache, rows, words, *refs,
+    plan, layer[0], batch, row0, length, num_prefix, prefix[0], count_prefix,
+    num_prefix + new[0] - count_prefix, count_prefix + new[1] - new[0],
+    query, query_rope, cache, rows, words, *refs,
   )  # fmt: skip
   at = (batch, pl.ds(row0, ROWS))
   if plan.splits > 1:

@@ -1,6 +1,6 @@
 """Verify attention for Hopper GPUs, in Pallas Mosaic GPU.
 
-Queries flatten to rows (node, head) in tiles of 64, and their keys are split
+Queries flatten to rows (head, node) in tiles of 64, and their keys are split
 over blocks; `block.py` has what a block does, `merge.py` how splits merge.
 """
 
@@ -68,7 +68,7 @@ def _row_words(ancestors: jax.Array, heads: int, num_rows: int) -> jax.Array:
   The same for all layers of a model: written so that XLA computes it once.
   """
   words = lax.bitcast_convert_type(ancestors, jnp.int32).transpose(0, 2, 1)
-  words = jnp.repeat(words, heads, axis=2)
+  words = jnp.tile(words, heads)
   extra = ((0, 0), (0, words.shape[1] % 2), (0, num_rows - words.shape[2]))
   return jnp.pad(words, extra)
 
@@ -115,7 +115,7 @@ def verify_attention(
   reason = supported(query, cache, rows, value_dim, ancestors)
   if reason is not None:
     raise ValueError(f"implementation: verify_attention's mosaic_gpu: {reason}")
-  batch, n, heads, width = query.shape
+  batch, n, heads, _ = query.shape
   num_rows = n * heads
   row_tiles = pl.cdiv(num_rows, block.ROWS)
   padded = row_tiles * block.ROWS
@@ -132,24 +132,30 @@ def verify_attention(
     interpret=interpret,
   )
   words = None if ancestors is None else _row_words(ancestors, heads, padded)
-  query = query.reshape(batch, num_rows, width)
+  # Heads come first, as in the products on either side. What these two parts
+  # were concatenated of, XLA passes on as it is.
+  by_head = (
+    part.swapaxes(1, 2).reshape(batch, num_rows, -1)
+    for part in jnp.split(query, [value_dim], axis=-1)
+  )
   layers = jnp.full((1,), layer, jnp.int32)
-  out = _run(plan, layers, lengths, query, cache, rows, words)
-  return out.reshape(batch, n, heads, value_dim)
+  out = _run(plan, layers, lengths, *by_head, cache, rows, words)
+  return out.reshape(batch, heads, n, value_dim).swapaxes(1, 2)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(
-  plan: block.Plan, layer, lengths, query, cache, rows, words
+  plan: block.Plan, layer, lengths, query, query_rope, cache, rows, words
 ) -> jax.Array:
-  """The two kernels, `[B, N H, R]`.
+  """The two kernels, `[B, H N, R]`.
 
   The layer is an operand and this a function of its own, so that the layers of
   a model share one compilation, which takes a second or two.
   """
   batch, num_rows, _ = query.shape
   row_tiles = pl.cdiv(num_rows, block.ROWS)
-  operands = [layer, lengths, _pad_rows(query), cache, _pad_rows(rows)]
+  queries = _pad_rows(query), _pad_rows(query_rope)
+  operands = [layer, lengths, *queries, cache, _pad_rows(rows)]
   if words is not None:
     operands.append(words)
   shape = (batch, row_tiles * block.ROWS)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_kernels.verify_attention import (
   api,
   bench_cases,
+  merge,
   mosaic_gpu,
   reference,
 )
@@ -147,6 +148,49 @@ def test_splits_of_one_tile_and_of_none():
 
 def test_a_decode_step_in_splits():
   check(1, 3, 512, [500], chain=True, splits=2)
+
+
+def test_new_tiles_in_splits():
+  """Two tiles of nodes and three of the prefix, on each of two splits."""
+  check(67, 1, 136, [129], splits=2)
+
+
+@pytest.mark.filterwarnings('ignore:invalid value encountered in matmul')
+@pytest.mark.parametrize('hidden', [jnp.inf, -jnp.inf, jnp.nan])
+def test_one_value_that_nobody_may_see(hidden):
+  """Behind the prefix and in a new row; queries have nothing against it."""
+  (query, cache, rows, lengths, words), mask = make_inputs(5, 2, 64, [33])
+  query = query.at[..., 7].set(0).at[0, 0].set(0)
+  cache = cache.at[LAYER, 0, 33:].set(0).at[LAYER, 0, 40, 7].set(hidden)
+  rows = rows.at[0, -1].set(0).at[0, -1, 7].set(hidden)
+  inputs = (query, cache, rows, lengths, words)
+  out, truth = interpreted(*inputs), exact(inputs, mask)
+  assert error(out, truth) <= 2 * error(plain(*inputs), truth)
+
+
+@pytest.mark.parametrize('splits', [2, 3, merge.FEW_SPLITS, 9])
+@pytest.mark.parametrize('num_rows', [1, 23])
+def test_merge(splits, num_rows, monkeypatch):
+  """Rows by the handful in a warpgroup; one of a split that saw nothing."""
+  monkeypatch.setattr(merge, 'MULTIPROCESSORS', 1)
+  rng = np.random.default_rng(splits)
+  part = rng.normal(size=(splits, 2, num_rows, R))
+  lse = rng.normal(size=(splits, 2, num_rows)) * 8
+  lse[0, 0, 0], lse[:, 1, 0], part[:, 1, 0] = -np.inf, -np.inf, 0
+  with np.errstate(invalid='ignore'):
+    weights = np.exp2(lse - lse.max(axis=0))
+  weights = np.nan_to_num(weights / weights.sum(axis=0))
+  truth = (weights[..., None] * part).sum(axis=0)
+  # The last row comes first.
+  found = merge.merge(
+    jnp.asarray(part, jnp.float32),
+    jnp.asarray(lse, jnp.float32),
+    num_rows,
+    INTERPRET,
+    source=lambda row: num_rows - 1 - row,
+  )
+  np.testing.assert_allclose(found, truth[:, ::-1], rtol=1e-5, atol=1e-5)
+  assert not gpu_callbacks.get_races().races_found
 
 
 def test_very_low_scores_survive():
