@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from kdtree_jax.benchmark import machine, stages, traffic
 from kdtree_jax.benchmark.subject import Subject
 from kdtree_jax.decode import DecodeState, Engine, init_state
 from kdtree_jax.decode.generate import decode_loop
-from kdtree_jax.decode.programs import PROGRAMS, compiler_options
+from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.decode.round import prefill
 from kdtree_jax.decode.state import empty_stats
 
@@ -296,40 +294,6 @@ def _normal(shape: tuple[int, ...], dtype: Any) -> jax.Array:
   return jax.jit(lambda keys: jax.lax.map(layer, keys))(
     jax.random.split(jax.random.key(2), shape[0])
   )
-
-
-def compile_alone(bench: Workbench, engine: Engine) -> dict[str, float]:
-  """Seconds that `generate` compiles on its first call, cold and warm.
-
-  Cold: prefill and the loop from nothing, nothing else compiling. Warm: the
-  same where JAX's persistent cache holds them, tracing included.
-  """
-  state = jax.eval_shape(lambda: bench.state(engine, 1, 1))
-  both = ((prefill, engine.for_prefill()), (decode_loop, engine))
-  names = (
-    'jax_compilation_cache_dir',
-    'jax_persistent_cache_min_compile_time_secs',
-    'jax_persistent_cache_min_entry_size_bytes',
-  )
-  before = {name: getattr(jax.config, name) for name in names}
-  try:
-    with tempfile.TemporaryDirectory() as folder:
-      for name, value in zip(names, (folder, 0.0, -1), strict=True):
-        jax.config.update(name, value)
-      compilation_cache.reset_cache()
-      cold = sum(bench.program(function, used)[1] for function, used in both)
-      jax.clear_caches()
-      begin = time.perf_counter()
-      for function, used in both:
-        jitted = jax.jit(function, static_argnums=0, donate_argnums=2)
-        lowered = jitted.lower(used, bench.subject.params(used), state)
-        lowered.compile(compiler_options=compiler_options())
-      warm = time.perf_counter() - begin
-  finally:
-    for name, value in before.items():
-      jax.config.update(name, value)
-    compilation_cache.reset_cache()
-  return {'cold': cold, 'warm': warm}
 
 
 def compile_sweep(

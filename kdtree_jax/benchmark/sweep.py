@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from kdtree_jax.benchmark import measure, traffic
+from kdtree_jax.benchmark import compile_time, measure, traffic
 from kdtree_jax.benchmark.subject import Subject
 from kdtree_jax.decode import Engine
 from kdtree_jax.decode.generate import decode_loop
@@ -65,7 +65,9 @@ class Sweep:
     first = min((b for b in budgets if b), default=None)
     alone = engine_of.get(first, largest)
     self.progress('compiling one program alone')
-    seconds = measure.compile_alone(self.bench, alone)
+    seconds = compile_time.compile_seconds(
+      alone, self.subject.params(alone), self.bench.state(alone, 1, 1)
+    )
     yield {
       'kind': 'compile',
       'tree_budget': alone.decode.tree_budget,

@@ -422,5 +422,6 @@ def _call(shape, cut, interpret, tables, make_product, out_shape, dtype, *ops):
       lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
     ),
     interpret=interpret,
+    kernel_name=f'expert_{make_product.__name__.lower()}',
   )
   return kernel(*tables, *ops)
