@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.draft_attention import block
 from pallas_kernels.verify_attention import merge
+from pallas_kernels.verify_attention.mosaic_gpu import pad_rows
 
 MULTIPROCESSORS = 132
 
@@ -148,7 +149,7 @@ def _run(plan: block.Plan, layer, lengths, query, context, rows) -> jax.Array:
     interpret=plan.interpret,
     compiler_params=block.COMPILER_PARAMS,
     kernel_name='draft_attention',
-  )(layer, lengths, _pad_slots(query), context, _pad_slots(rows))
+  )(layer, lengths, pad_rows(query), context, pad_rows(rows))
   heads = plan.heads * plan.group
 
   def source(row):
@@ -161,9 +162,3 @@ def _run(plan: block.Plan, layer, lengths, query, context, rows) -> jax.Array:
     source=source,
     kernel_name='draft_attention_merge',
   )
-
-
-def _pad_slots(x: jax.Array) -> jax.Array:
-  """Pads axis 1 as the copy engine's tiles of 8 rows demand."""
-  extra = -x.shape[1] % 8 if x.shape[1] > 8 else 0
-  return jnp.pad(x, ((0, 0), (0, extra), (0, 0))) if extra else x

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+from pallas_kernels import _softmax
 
 
 def draft_attention(
@@ -40,45 +41,19 @@ def draft_attention(
 
   # The masks are the same for all heads and stay [B, 1, 1, W or 1, S].
   (prefix_keys, prefix_values), (keys, values) = halves(prefix), halves(rows)
-  prefix_scores = _scores(query, prefix_keys, scale, seen[:, None, None])
-  scores = _scores(query, keys, scale, own[None, None, None])
-  # Every slot sees itself: this is finite.
-  highest = jnp.maximum(_max(prefix_scores), _max(scores))
-  prefix_weights = jnp.exp(prefix_scores - highest)
-  weights = jnp.exp(scores - highest)
-  total = jnp.sum(prefix_weights, axis=-1, keepdims=True)
-  total = total + jnp.sum(weights, axis=-1, keepdims=True)
-  out = _mix(prefix_weights, prefix_values) + _mix(weights, values)
+
+  def scores(keys, mask):
+    return _softmax.scores('bwkgd,bxkd->bkgwx', query, keys, scale, mask)
+
+  weights, total = _softmax.weights(
+    [
+      scores(prefix_keys, seen[:, None, None]),
+      scores(keys, own[None, None, None]),
+    ]
+  )
+  out = sum(
+    _softmax.mix('bkgwx,bxkd->bwkgd', w, v)
+    for w, v in zip(weights, (prefix_values, values), strict=True)
+  )
+  # Every slot sees itself: no total is 0.
   return (out / jnp.moveaxis(total, 3, 1)).astype(query.dtype)
-
-
-def _max(scores: jax.Array) -> jax.Array:
-  """Largest score of `[B, K, G, W, X]` along X, which may be empty."""
-  return jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
-
-
-def _scores(query, keys, scale, mask) -> jax.Array:
-  """Scaled float32 scores `[B, K, G, W, X]`, -inf where `mask` is false."""
-  scores = jnp.einsum(
-    'bwkgd,bxkd->bkgwx',
-    query,
-    keys,
-    precision=lax.Precision.HIGHEST,
-    preferred_element_type=jnp.float32,
-  )
-  return jnp.where(mask, scores * scale, -jnp.inf)
-
-
-def _mix(weights: jax.Array, values: jax.Array) -> jax.Array:
-  """Weighted sum of `values` `[B, X, K, d]`, float32 `[B, W, K, G, d]`.
-
-  The weights, in 0..1 before normalisation, take the values' dtype, as a
-  product on tensor cores wants them.
-  """
-  return jnp.einsum(
-    'bkgwx,bxkd->bwkgd',
-    weights.astype(values.dtype),
-    values,
-    precision=lax.Precision.HIGHEST,
-    preferred_element_type=jnp.float32,
-  )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench_case import BenchCase
+from pallas_kernels.bench_case import BenchCase, check_attention
 from pallas_kernels.tree_build import bits
 from pallas_kernels.verify_attention import api
 
@@ -37,13 +37,16 @@ def _case(
   # A chain's nodes see each other; a tree's few ancestors do not count.
   pairs = nodes * length + (nodes * (nodes + 1) // 2 if chain else nodes)
   rows = length + nodes + nodes * heads
+  kernel, reference = (
+    functools.partial(_attend, name) for name in ('mosaic_gpu', 'reference')
+  )
   return BenchCase(
     op='verify_attention',
     name=name,
     make_inputs=functools.partial(_inputs, heads, nodes, length, chain),
-    kernel=functools.partial(_attend, 'mosaic_gpu'),
-    reference=functools.partial(_attend, 'reference'),
-    check=_check,
+    kernel=kernel,
+    reference=reference,
+    check=functools.partial(check_attention, kernel, reference),
     bytes=2.0 * (rows * _WIDTH + nodes * heads * _VALUE_DIM),
     flops=2.0 * heads * pairs * (_WIDTH + _VALUE_DIM),
   )
@@ -82,32 +85,3 @@ def _inputs(
   parents = np.arange(nodes, dtype=np.int32)[None] - back
   parents = jnp.where(np.arange(nodes) == 0, -1, jnp.maximum(parents, 0))
   return *inputs, bits.ancestors_from_parents(parents, nodes)
-
-
-def _check(inputs: tuple[Any, ...]) -> dict[str, Any]:
-  """Accuracy, that a row does not depend on others, and that it repeats."""
-  kernel = jax.jit(functools.partial(_attend, 'mosaic_gpu'))
-  plain = jax.jit(functools.partial(_attend, 'reference'))
-  result = kernel(*inputs)
-  # float32 throughout stands in for float64: its own error is a thousandth of
-  # bfloat16's.
-  wide = (a.astype(jnp.float32) for a in inputs[:3])
-  truth = plain(*wide, *inputs[3:])
-  error = _error(result, truth)
-  plain_error = _error(plain(*inputs), truth)
-  query, *rest = inputs
-  changed = kernel(query.at[:, -1].multiply(jnp.bfloat16(2)), *rest)
-  repeats = bool(jnp.array_equal(result, kernel(*inputs)))
-  independent = bool(jnp.array_equal(result[:, :-1], changed[:, :-1]))
-  return {
-    'ok': error <= 2 * plain_error and repeats and independent,
-    'error': error,
-    'reference_error': plain_error,
-    'repeats': repeats,
-    'rows_independent': independent,
-  }
-
-
-def _error(value: jax.Array, truth: jax.Array) -> float:
-  difference = value.astype(jnp.float32) - truth
-  return float(jnp.linalg.norm(difference) / jnp.linalg.norm(truth))

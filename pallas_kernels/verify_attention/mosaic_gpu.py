@@ -73,7 +73,7 @@ def _row_words(ancestors: jax.Array, heads: int, num_rows: int) -> jax.Array:
   return jnp.pad(words, extra)
 
 
-def _pad_rows(x: jax.Array) -> jax.Array:
+def pad_rows(x: jax.Array) -> jax.Array:
   """Pads axis 1 as the copy engine's tiles of 8 rows demand."""
   extra = -x.shape[1] % 8 if x.shape[1] > 8 else 0
   return jnp.pad(x, ((0, 0), (0, extra), (0, 0))) if extra else x
@@ -154,8 +154,8 @@ def _run(
   """
   batch, num_rows, _ = query.shape
   row_tiles = pl.cdiv(num_rows, block.ROWS)
-  queries = _pad_rows(query), _pad_rows(query_rope)
-  operands = [layer, lengths, *queries, cache, _pad_rows(rows)]
+  queries = pad_rows(query), pad_rows(query_rope)
+  operands = [layer, lengths, *queries, cache, pad_rows(rows)]
   if words is not None:
     operands.append(words)
   shape = (batch, row_tiles * block.ROWS)

@@ -1,6 +1,7 @@
 """The bench's own arithmetic; its figures come from a GPU only."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import bench
-from pallas_kernels.bench_case import BenchCase
+from pallas_kernels.bench_case import BenchCase, check_attention
+from pallas_kernels.draft_attention import bench_cases as draft_cases
+from pallas_kernels.grouped_matmul import bench_cases as expert_cases
 
 
 def square_case(**changes):
@@ -157,3 +160,38 @@ def test_writes_json_lines(tmp_path):
   rows = [bench.check(square_case())]
   assert bench._report(rows, CEILINGS, str(path)) == 0
   assert path.read_text().count('\n') == 2
+
+
+ATTEND = functools.partial(draft_cases._attend, None, 'reference')
+
+
+@pytest.mark.parametrize(
+  ('fault', 'found'),
+  [
+    (None, {'ok': True, 'repeats': True, 'rows_independent': True}),
+    (lambda out: out * 1.02, {'ok': False, 'rows_independent': True}),
+    (lambda out: out + out[:, -1:] / 64, {'rows_independent': False}),
+  ],
+)
+def test_what_the_check_of_an_attention_finds(fault, found):
+  """A kernel that is inaccurate, and one whose rows see each other."""
+  inputs = draft_cases._inputs(5, 2, 2, 33, jax.random.key(0))
+
+  def kernel(*arrays):
+    out = ATTEND(*arrays)
+    return fault(out.astype(jnp.float32)).astype(out.dtype) if fault else out
+
+  checked = check_attention(kernel, ATTEND, inputs)
+  assert found.items() <= checked.items()
+  assert checked['ok'] == (fault is None)
+  assert 0 < checked['reference_error'] < 0.01
+
+
+def test_the_check_of_the_experts(monkeypatch):
+  """With the reference for the kernel all is as it should be."""
+  run = expert_cases._run
+  monkeypatch.setattr(
+    expert_cases, '_run', lambda name, *inputs: run('reference', *inputs)
+  )
+  inputs = expert_cases._inputs(17, 2, (4, 64, 32), 1, jax.random.key(0))
+  assert expert_cases._check(inputs)['ok']
