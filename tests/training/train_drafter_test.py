@@ -15,6 +15,7 @@ from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import train_drafter
 from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.training import drafter as training_drafter
 from kdtree_jax.training import rollouts
 from kdtree_jax.training.checkpoints import METRICS, Run
 from kdtree_jax.training.corpus import Corpus
@@ -197,6 +198,23 @@ def test_a_quantised_target_teaches(name):
   (loss, _), found = gradient(params, target.params)
   assert np.isfinite(loss)
   assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(found))
+
+
+def test_what_a_recipe_says_of_the_loss_arrives_there(monkeypatch):
+  recipe = dataclasses.replace(
+    RECIPE, gamma=3.0, prefix_power=0.25, hard_weight=0.75, anchors=2
+  )
+  task = DraftTask(recipe, MODEL, drafter_config(recipe, MODEL, CORPUS.mask))
+  told = {}
+
+  def loss(*arguments, **options):
+    told.update(options, anchors=arguments[-1])
+
+  monkeypatch.setattr(training_drafter, 'draft_loss', loss)
+  batch = pack(jnp.ones((3, 30), jnp.int32), 0)
+  task._loss({}, {}, None, batch, jax.random.key(1))
+  assert told.pop('anchors').index.shape == (3, 2)
+  assert told == {'gamma': 3.0, 'prefix_power': 0.25, 'hard_weight': 0.75}
 
 
 # ---------------------------------------------------------------- rollouts
