@@ -16,7 +16,7 @@ PROMPTS = (
   'try:\n    import numpy as np\nexcept ImportError:\n',
 )
 # Greedy, float32, 64 tokens each: mean acceptance lengths.
-PINNED = {'chain': 3.941, 'ddtree': 4.957}
+PINNED = {'chain': 3.862, 'ddtree': 4.764}
 TREE_BUDGET = 16
 
 
