@@ -16,9 +16,7 @@ import jax
 
 from kdtree_jax.decode import DecodeState, Engine
 from kdtree_jax.decode.engine import Params
-from kdtree_jax.decode.generate import decode_loop
-from kdtree_jax.decode.programs import compiler_options
-from kdtree_jax.decode.round import prefill
+from kdtree_jax.decode.generate import loop_programs
 
 
 def compile_seconds(
@@ -66,10 +64,6 @@ def _compile(
   ):
     jax.config.update(name, value)
   jax.devices()
-  both = ((prefill, engine.for_prefill()), (decode_loop, engine))
   begin = time.perf_counter()
-  for function, used in both:
-    jitted = jax.jit(function, static_argnums=0, donate_argnums=2)
-    lowered = jitted.lower(used, params, state)
-    lowered.compile(compiler_options=compiler_options())
+  loop_programs(engine, params, state)
   return time.perf_counter() - begin

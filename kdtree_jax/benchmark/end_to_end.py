@@ -1,6 +1,8 @@
 """Whole runs: AR against DDTree with a drafter whose acceptance is set."""
 
-from collections.abc import Callable, Iterator, Sequence
+import concurrent.futures
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ from kdtree_jax import generation
 from kdtree_jax.api import LoadedDrafter
 from kdtree_jax.benchmark.priced import PricedDrafter
 from kdtree_jax.benchmark.subject import Subject
+from kdtree_jax.decode.generate import loop_programs
 from kdtree_jax.drafters.base import StubDrafter
 from kdtree_jax.drafters.hit_rate import HitRateDrafter
 from kdtree_jax.drafters.oracle import OracleDrafter
@@ -29,6 +32,7 @@ def end_to_end(
   budgets: Sequence[int],
   max_new_tokens: int,
   hit_rate: float,
+  progress: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
   """Decodes a random prompt by AR, then by DDTree with oracle and hit rate.
 
@@ -59,17 +63,28 @@ def end_to_end(
     return result
 
   known = max_new_tokens + real.block_size
-  ar = decode(None, max_new_tokens=known)
-  golden = [*prompt, *ar.output_ids]
-  ar_rate = known / ar.seconds.decode
   sizes = target.config.vocab_size, real.block_size
   stubs: tuple[StubDrafter, ...] = (
     OracleDrafter(*sizes),
     HitRateDrafter(*sizes, hit_rate=hit_rate),
   )
+  asked = [(None, {})]
+  for stub, budget in itertools.product(stubs, budgets):
+    priced = _priced(subject, stub, prompt, budget)
+    asked.append((priced, {'tree_budget': budget}))
+  progress(f'compiling {len(asked)} loops')
+  _compile(
+    generation.prepare(target, drafter, [prompt], None, options | more)
+    for drafter, more in asked
+  )
+  progress('decoding by AR')
+  ar = decode(None, max_new_tokens=known)
+  golden = [*prompt, *ar.output_ids]
+  ar_rate = known / ar.seconds.decode
   for stub in stubs:
     rate = hit_rate if isinstance(stub, HitRateDrafter) else 1.0
     for budget in budgets:
+      progress(f'decoding with {_name(stub)} at budget {budget}')
 
       def write(told, stub=stub, budget=budget):
         drafter = _priced(subject, stub, told, budget)
@@ -120,15 +135,28 @@ def revised(
   return told, MAX_REVISIONS
 
 
+def _compile(runs: Iterable[generation.Run]) -> None:
+  """What the runs need, side by side."""
+  runs = list(runs)
+  with concurrent.futures.ThreadPoolExecutor(len(runs)) as pool:
+    for _ in pool.map(
+      lambda run: loop_programs(run.engine, run.params, run.state), runs
+    ):
+      pass
+
+
+def _name(stub: StubDrafter) -> str:
+  if isinstance(stub, HitRateDrafter):
+    return f'hit_rate {stub.hit_rate:g}'
+  return 'oracle'
+
+
 def _priced(
   subject: Subject, stub: StubDrafter, golden: list[int], budget: int
 ) -> LoadedDrafter:
   params = generation.golden_params(subject.engine(budget), [golden])
-  name = 'oracle'
-  if isinstance(stub, HitRateDrafter):
-    name = f'hit_rate {stub.hit_rate:g}'
   return LoadedDrafter(
-    name,
+    _name(stub),
     PricedDrafter(subject.drafter.drafter, stub),
     params | {'real': subject.drafter.params},
   )

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.engine import Engine, Params
-from kdtree_jax.decode.programs import PROGRAMS
-from kdtree_jax.decode.round import RoundTrace, prefill
+from kdtree_jax.decode.generate import with_prefill
+from kdtree_jax.decode.round import RoundTrace
 from kdtree_jax.decode.state import DecodeState
 
 
@@ -62,15 +62,12 @@ def forced(
 
   A state is consumed by the step after it.
   """
-  fill, _ = PROGRAMS.get(
-    prefill, engine.for_prefill(), params, state, donate=True
-  )
+  fill, step, _ = with_prefill((forced_round, engine, text), params, state)
   state = fill(params, state)
   # The first root is a token of the text, not the target's choice.
   slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
   at_root = slots == state.prompt_length[:, None]
   state = state.replace(tokens=jnp.where(at_root, text, state.tokens))
-  step, _ = PROGRAMS.get(forced_round, engine, params, state, text, donate=True)
   yield state, None
   while not bool(state.done.all()):
     state, trace = step(params, state, text)

@@ -12,7 +12,7 @@ from jax import lax
 
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.engine import Engine, Params
-from kdtree_jax.decode.programs import PROGRAMS
+from kdtree_jax.decode.programs import PROGRAMS, Call
 from kdtree_jax.decode.round import RoundTrace, decode_round, prefill
 from kdtree_jax.decode.state import DecodeState
 
@@ -43,19 +43,25 @@ def generate(
   engine: Engine, params: Params, state: DecodeState
 ) -> tuple[DecodeState, Seconds]:
   """Prefill, then the whole loop as one compiled program. Consumes `state`."""
-  fill, fill_compile = PROGRAMS.get(
-    prefill, engine.for_prefill(), params, state, donate=True
-  )
-  loop, loop_compile = PROGRAMS.get(
-    decode_loop, engine, params, state, donate=True
-  )
+  fill, loop, compiled = loop_programs(engine, params, state)
   begin = time.perf_counter()
   state = jax.block_until_ready(fill(params, state))
   middle = time.perf_counter()
   state = jax.block_until_ready(loop(params, state))
   end = time.perf_counter()
-  compiled = fill_compile + loop_compile
   return state, Seconds(middle - begin, end - middle, compiled)
+
+
+def loop_programs(engine: Engine, params: Params, state: DecodeState):
+  """Prefill and `decode_loop`, compiled, and the seconds that took."""
+  return with_prefill((decode_loop, engine), params, state)
+
+
+def with_prefill(call: Call, params: Params, state: DecodeState):
+  """Prefill and the program of a call that go together, and the seconds."""
+  fill = (prefill, call[1].for_prefill())
+  programs, seconds = PROGRAMS.get_all([fill, call], params, state, donate=True)
+  return *programs, seconds
 
 
 def decode_rounds(
@@ -96,14 +102,8 @@ def stream(
 
 def stream_programs(engine: Engine, params: Params, state: DecodeState):
   """Prefill and `decode_rounds`, compiled, and the seconds that took."""
-  fill, fill_seconds = PROGRAMS.get(
-    prefill, engine.for_prefill(), params, state, donate=True
-  )
   count = jnp.zeros((), jnp.int32)
-  step, step_seconds = PROGRAMS.get(
-    decode_rounds, engine, params, state, count, donate=True
-  )
-  return fill, step, fill_seconds + step_seconds
+  return with_prefill((decode_rounds, engine, count), params, state)
 
 
 def traced(
@@ -123,13 +123,7 @@ def traced(
 
 def traced_programs(engine: Engine, params: Params, state: DecodeState):
   """Prefill and `decode_round`, compiled, and the seconds that took."""
-  fill, fill_seconds = PROGRAMS.get(
-    prefill, engine.for_prefill(), params, state, donate=True
-  )
-  step, step_seconds = PROGRAMS.get(
-    decode_round, engine, params, state, donate=True
-  )
-  return fill, step, fill_seconds + step_seconds
+  return with_prefill((decode_round, engine), params, state)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import collections
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,10 @@ from kdtree_jax.decode.state import DecodeState
 
 # Enough for a sweep over budgets; an executable holds memory.
 MAX_PROGRAMS = 64
+
+
+# A function, its engine and what it takes besides parameters and state.
+Call = tuple[Any, ...]
 
 
 def compiler_options() -> dict[str, str] | None:
@@ -69,6 +73,61 @@ class ProgramCache:
       A callable of `(params, state, *operands)` and the seconds it took to
       compile: 0 if it was compiled before.
     """
+    begin = time.perf_counter()
+    finish, _ = self._begin(function, engine, params, state, operands, donate)
+    program, compiled = finish()
+    return program, time.perf_counter() - begin if compiled else 0.0
+
+  def get_all(
+    self,
+    calls: Sequence[Call],
+    params: Params,
+    state: DecodeState,
+    donate: bool = False,
+  ) -> tuple[list[Callable[..., Any]], float]:
+    """Several programs of the same arguments, compiled side by side.
+
+    They are lowered in their order: Mosaic numbers the kernels that a process
+    lowers, and JAX's persistent cache knows a program by those numbers too.
+
+    Args:
+      calls: function, engine and further operands of each.
+      params: see `get`.
+      state: see `get`.
+      donate: see `get`.
+
+    Returns:
+      The programs, and the seconds until all were there: 0 if all were before.
+    """
+    begin, begun = time.perf_counter(), []
+    try:
+      for function, engine, *operands in calls:
+        begun.append(
+          self._begin(function, engine, params, state, operands, donate)
+        )
+    except BaseException as error:
+      for _, give_up in begun:  # Others may wait for it.
+        give_up(error)
+      raise
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+      found = list(pool.map(lambda pair: pair[0](), begun))
+    programs = [program for program, _ in found]
+    if not any(compiled for _, compiled in found):
+      return programs, 0.0
+    return programs, time.perf_counter() - begin
+
+  def _begin(
+    self, function, engine, params, state, operands, donate
+  ) -> tuple[
+    Callable[[], tuple[Callable[..., Any], bool]],
+    Callable[[BaseException], None],
+  ]:
+    """Lowers a program, if nobody has.
+
+    Returns:
+      Two ends, of which one must be called: the first compiles, and returns the
+      program and whether it had to; the second gives up, for a reason.
+    """
     arrays = (params, state, *operands)
     leaves, structure = jax.tree.flatten(arrays)
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -82,23 +141,35 @@ class ProgramCache:
         if len(self._programs) > MAX_PROGRAMS:
           self._programs.popitem(last=False)
     if found is not None:
-      return found.result(), 0.0
-    begin = time.perf_counter()
-    jitted = jax.jit(
-      function, static_argnums=0, donate_argnums=2 if donate else ()
-    )
-    try:
-      lowered = jitted.lower(engine, *arrays)
-      program = lowered.compile(compiler_options=compiler_options())
-    except BaseException as error:
+      return (lambda: (found.result(), False)), (lambda error: None)
+
+    def give_up(error: BaseException) -> None:
       with self._lock:  # The next one who asks may try again.
         self._programs.pop(key, None)
       mine.set_exception(error)
-      raise
-    with self._lock:
-      self.compilations += 1
-    mine.set_result(program)
-    return program, time.perf_counter() - begin
+
+    def attempt(step: Callable[[], Any]) -> Any:
+      try:
+        return step()
+      except BaseException as error:
+        give_up(error)
+        raise
+
+    jitted = jax.jit(
+      function, static_argnums=0, donate_argnums=2 if donate else ()
+    )
+    lowered = attempt(lambda: jitted.lower(engine, *arrays))
+
+    def finish():
+      program = attempt(
+        lambda: lowered.compile(compiler_options=compiler_options())
+      )
+      with self._lock:
+        self.compilations += 1
+      mine.set_result(program)
+      return program, True
+
+    return finish, give_up
 
 
 PROGRAMS = ProgramCache()

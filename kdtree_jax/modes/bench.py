@@ -182,9 +182,9 @@ def _measure(
     if config.tree_budget is not None:
       budgets = [budget for budget in plan.budgets if budget]
     rate = HIT_RATE if config.hit_rate is None else config.hit_rate
-    progress('decoding end to end')
-    found = end_to_end(subject, plan.contexts[0], budgets, plan.tokens, rate)
-    for record in found:
+    for record in end_to_end(
+      subject, plan.contexts[0], budgets, plan.tokens, rate, progress
+    ):
       add(record)
 
 
