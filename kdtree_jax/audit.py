@@ -11,7 +11,7 @@ fresh prefill, and the acceptance of an oracle with full acceptance.
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -110,12 +110,16 @@ def audit(
     dataclasses.replace(each, capacity=engine.decode.capacity)
     for each in (fields, longer)
   )
-  ar = _observe(target, None, prompt, longer)
-  golden = [[*prompt, *ar.output_ids]]
-  ar = _first(ar, fields.max_new_tokens)
   oracle = api.load_drafter('oracle', target, drafter.block_size)
-  # An audit of a large model is mostly compilation, which threads share.
-  with concurrent.futures.ThreadPoolExecutor() as pool:
+  # An audit of a large model is mostly compilation, which threads share, and
+  # which does not wait for what AR will say.
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    for which in (drafter, oracle):
+      pool.submit(_begin, target, which, prompt, fields, [prompt])
+    pool.submit(_begin, target, *_padding(target, drafter, prompt, fields))
+    ar = _observe(target, None, prompt, longer)
+    golden = [[*prompt, *ar.output_ids]]
+    ar = _first(ar, fields.max_new_tokens)
     tested, known = (
       pool.submit(_observe, target, which, prompt, fields, golden)
       for which in (drafter, oracle)
@@ -198,13 +202,24 @@ def _observed_round(engine: Engine, params: Params, state: DecodeState):
   return state, along_path(verified.logits), routing
 
 
-def _start(
+@dataclasses.dataclass
+class _Run:
+  """A request, compiled: `fill` is prefill and `step` an observed round."""
+
+  params: Params
+  state: DecodeState
+  fill: Callable[..., Any]
+  step: Callable[..., Any]
+
+
+def _request(
   target: api.Target,
   drafter: api.LoadedDrafter | None,
   prompt: list[int],
   options: generation.GenerateOptions,
   golden: list[list[int]] | None = None,
 ) -> tuple[Engine, Params, DecodeState]:
+  """What a program takes, its state before prefill."""
   engine = generation.make_engine(target, drafter, len(prompt), options)
   params = {'target': target.params, 'drafter': {}}
   if drafter is not None:
@@ -214,8 +229,15 @@ def _start(
   state = init_state(
     engine, [prompt], [options.max_new_tokens], (), target.dtype
   )
-  fill, _ = PROGRAMS.get(stages.prefill, engine.for_prefill(), params, state)
-  return engine, params, fill(params, state)
+  return engine, params, state
+
+
+def _begin(*request: Any) -> _Run:
+  """Compiles what a request, see `_request`, needs."""
+  engine, params, state = _request(*request)
+  calls = (stages.prefill, engine.for_prefill()), (_observed_round, engine)
+  (fill, step), _ = PROGRAMS.get_all(calls, params, state)
+  return _Run(params, state, fill, step)
 
 
 def _observe(
@@ -226,13 +248,26 @@ def _observe(
   golden: list[list[int]] | None = None,
 ) -> Seen:
   """Decodes round by round and keeps the rows of committed tokens."""
-  engine, params, state = _start(target, drafter, prompt, options, golden)
-  rounds = []
+  run = _begin(target, drafter, prompt, options, golden)
+  state, rounds = run.fill(run.params, run.state), []
   while not bool(state.done.all()):
-    step, _ = PROGRAMS.get(_observed_round, engine, params, state)
-    state, logits, routing = step(params, state)
+    state, logits, routing = run.step(run.params, state)
     rounds.append(_rows(logits, routing, _last_accepted(state)))
   return _seen(state, rounds)
+
+
+def _padding(
+  target: api.Target,
+  drafter: api.LoadedDrafter,
+  prompt: list[int],
+  options: generation.GenerateOptions,
+) -> tuple[api.LoadedDrafter, list[int], generation.GenerateOptions]:
+  """A request of the tree's N rows, all but the root padding."""
+  silent = SilentDrafter(target.config.vocab_size, drafter.block_size)
+  options = dataclasses.replace(
+    options, tree_policy='best_first', chain_seed=False
+  )
+  return api.LoadedDrafter('silent', silent, {}), prompt, options
 
 
 def _padded(
@@ -242,25 +277,15 @@ def _padded(
   options: generation.GenerateOptions,
   output_ids: list[int],
 ) -> Seen:
-  """AR at the tree's N rows, all but the root padding, told what to say."""
-  silent = api.LoadedDrafter(
-    'silent',
-    SilentDrafter(target.config.vocab_size, drafter.block_size),
-    {},
-  )
-  options = dataclasses.replace(
-    options, tree_policy='best_first', chain_seed=False
-  )
-  engine, params, state = _start(target, silent, prompt, options)
-  start = len(prompt)
+  """AR at the tree's N rows, told what to say."""
+  run = _begin(target, *_padding(target, drafter, prompt, options))
+  state, rounds = run.fill(run.params, run.state), []
   told = jnp.asarray(output_ids, jnp.int32)[None]
-  rounds = []
   while not bool(state.done.all()):
     state = state.replace(
-      tokens=lax.dynamic_update_slice(state.tokens, told, (0, start))
+      tokens=lax.dynamic_update_slice(state.tokens, told, (0, len(prompt)))
     )
-    step, _ = PROGRAMS.get(_observed_round, engine, params, state)
-    state, logits, routing = step(params, state)
+    state, logits, routing = run.step(run.params, state)
     rounds.append(_rows(logits, routing, 1))
   return _seen(state, rounds)
 
@@ -374,24 +399,25 @@ def _context_error(
   if drafter.drafter.needs_golden:
     golden = [np.asarray(state.tokens[0, : len(text) + 1]).tolist()]
 
-  def drafted(engine, params, state):
-    program, _ = PROGRAMS.get(stages.draft, engine, params, state)
-    logits = np.asarray(program(params, state)[0])
+  def drafted(chunk: int, decoded: DecodeState | None = None) -> np.ndarray:
+    changed = dataclasses.replace(options, prefill_chunk=chunk)
+    engine, params, fresh = _request(target, drafter, text, changed, golden)
+    calls = (stages.prefill, engine.for_prefill()), (stages.draft, engine)
+    (fill, draft), _ = PROGRAMS.get_all(calls, params, fresh)
+    if decoded is None:
+      decoded = fill(params, fresh)
+      # Prefill may have chosen another root at a near-tie.
+      tokens = decoded.tokens.at[0, len(text)].set(root)
+      decoded = decoded.replace(tokens=tokens)
+    logits = np.asarray(draft(params, decoded)[0])
     return np.where(np.isneginf(logits), 0, logits)
 
-  def prefilled(chunk):
-    changed = dataclasses.replace(options, prefill_chunk=chunk)
-    engine, params, fresh = _start(target, drafter, text, changed, golden)
-    # Prefill may have chosen another root at a near-tie.
-    tokens = fresh.tokens.at[0, len(text)].set(root)
-    return engine, params, fresh.replace(tokens=tokens)
-
-  engine, params, fresh = prefilled(options.prefill_chunk)
-  wanted = drafted(engine, params, fresh)
+  chunk = options.prefill_chunk
+  half = max(1, min(chunk, len(text)) // 2)
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    wanted, *others = pool.map(
+      drafted, (chunk, chunk, half), (None, state, None)
+    )
   scale = np.abs(wanted).max(initial=1e-30)
-  others = (
-    drafted(engine, params, state),
-    drafted(*prefilled(max(1, min(options.prefill_chunk, len(text)) // 2))),
-  )
   error, noise = (np.abs(x - wanted).max(initial=0) / scale for x in others)
   return float(error), float(noise)
