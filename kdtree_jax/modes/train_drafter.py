@@ -137,7 +137,8 @@ def _windows(greedy: np.ndarray, length: int, data: Data) -> np.ndarray:
   """Rollouts `[N, T]`, each filled up to a window of `length` tokens.
 
   A window has a label behind it; and as long as the validation's stream is, the
-  program is the same.
+  program is the same. What comes first behind a row ends its text, though the
+  target never said so: one label in T of those that are read as text.
   """
   missing = length - greedy.shape[1]
   windows = np.pad(

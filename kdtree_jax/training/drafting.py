@@ -239,33 +239,15 @@ def draft_loss(
   def of_sequence(operands):
     hidden, tokens, index, drafted, valid = operands
     logits = target.apply(frozen, hidden[index], method='logits')
-    log_p = jax.nn.log_softmax(lax.stop_gradient(logits), axis=-1)
-    log_q = jax.nn.log_softmax(unembed(drafted), axis=-1)
-    best = jnp.argmax(log_p, axis=-1)
-    ids = lax.broadcasted_iota(best.dtype, log_p.shape, log_p.ndim - 1)
-
-    def log_q_of(chosen):
-      # A sum, not a gather: its gradient is no scatter, and both fuse.
-      return jnp.where(ids == chosen[..., None], log_q, 0.0).sum(axis=-1)
-
-    divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-    slots = (1 - hard_weight) * divergence
-    slots = slots - hard_weight * log_q_of(best)
-    text = tokens[jnp.minimum(index + 1, last)].astype(best.dtype)
-    said = lax.stop_gradient(log_q_of(text))
-    before = jnp.cumsum(said, axis=-1) - said
-    weights = by_depth[None, :] * jnp.exp(prefix_power * before)
-    matches = best == jnp.argmax(log_q, axis=-1)
-    return [
-      jnp.where(valid, x, 0.0).sum(axis=0)
-      for x in (
-        weights * slots,
-        weights,
-        divergence,
-        matches.astype(jnp.float32),
-        jnp.ones_like(divergence),
-      )
-    ]
+    terms = _slot_terms(
+      jax.nn.log_softmax(lax.stop_gradient(logits), axis=-1),
+      jax.nn.log_softmax(unembed(drafted), axis=-1),
+      tokens[jnp.minimum(index + 1, last)],
+      by_depth,
+      prefix_power,
+      hard_weight,
+    )
+    return [jnp.where(valid, x, 0.0).sum(axis=0) for x in terms]
 
   per_sequence = anchors.index.shape[1] * depth * target.config.vocab_size
   at_once = max(1, LOGITS_AT_ONCE // per_sequence)
@@ -279,6 +261,51 @@ def draft_loss(
   # The first slot of an anchor weighs 1: no less, unless there is none.
   loss = slots.sum() / jnp.maximum(weights.sum(), 1.0)
   return DraftLoss(loss, divergence, matches, count)
+
+
+def _slot_terms(
+  log_p: jax.Array,
+  log_q: jax.Array,
+  text: jax.Array,
+  by_depth: jax.Array,
+  prefix_power: float,
+  hard_weight: float,
+) -> tuple[jax.Array, ...]:
+  """What `draft_loss` sums over the slots of blocks, `[A, D]` float32 each.
+
+  Args:
+    log_p: `[A, D, V]`, of the target.
+    log_q: likewise, of the drafter.
+    text: `[A, D]`, the text's own tokens.
+    by_depth: `[D]` weights.
+    prefix_power: see `draft_loss`.
+    hard_weight: likewise.
+
+  Returns:
+    Weighted divergence, weight, KL divergence, whether the best tokens are the
+    same, and 1.
+  """
+  best = jnp.argmax(log_p, axis=-1)
+  ids = lax.broadcasted_iota(best.dtype, log_p.shape, log_p.ndim - 1)
+
+  def log_q_of(chosen):
+    # A sum, not a gather: its gradient is no scatter, and both fuse.
+    return jnp.where(ids == chosen[..., None], log_q, 0.0).sum(axis=-1)
+
+  divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+  slots = (1 - hard_weight) * divergence
+  slots = slots - hard_weight * log_q_of(best)
+  said = lax.stop_gradient(log_q_of(text.astype(best.dtype)))
+  before = jnp.cumsum(said, axis=-1) - said
+  weights = by_depth[None, :] * jnp.exp(prefix_power * before)
+  matches = best == jnp.argmax(log_q, axis=-1)
+  return (
+    weights * slots,
+    weights,
+    divergence,
+    matches.astype(jnp.float32),
+    jnp.ones_like(divergence),
+  )
 
 
 def has_target(batch: PackedBatch, anchors: Anchors, depth: int) -> jax.Array:

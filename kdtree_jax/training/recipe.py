@@ -108,8 +108,8 @@ class DrafterRecipe(TrainRecipe):
       training starts: drafts are judged on what the target says. 0 for none.
     rollout_share: of the training tokens, those of rollouts, repeated or cut.
     rollout_tokens: new tokens of each.
-    prompt_tokens: of the prompts in turn, so that the target also speaks far
-      from a beginning; the first are those of the validation.
+    prompt_tokens: of the prompts, an equal share for each length, so that the
+      target also speaks far from a beginning; the validation has the first.
     temperatures: of the rollouts in turn.
     validation_rollouts: greedy ones, which the last validation measures.
   """

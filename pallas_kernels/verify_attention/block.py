@@ -65,7 +65,6 @@ class Plan:
   """What is known when the kernel is compiled."""
 
   n: int
-  heads: int
   value_dim: int
   scale: float
   has_bits: bool
@@ -420,7 +419,8 @@ def _value_warpgroup(block: Block, out, h: int | jax.Array) -> None:
 def _share(number, split, splits: int, end: bool):
   """Where one split's part of so many tiles starts.
 
-  Splits whose parts are the larger ones are the last, or the first with `end`.
+  The parts differ by one tile at most; the last one is among the larger, with
+  `end` the first.
   """
   if end:
     return number - lax.div(number * (splits - split), splits)
@@ -447,8 +447,8 @@ def body(
     # Rows of two heads are as good as all nodes.
     last_node = jnp.minimum(node0 + (ROWS - 1), plan.n - 1)
     num_new = lax.div(last_node, KEYS) + 1
-  # Splits of equal size, whatever the length, and as equal in new tiles, which
-  # take longer: they have a mask.
+  # Every split has as many tiles of the prefix, but for one, whatever the length,
+  # and as many new ones, which have a mask and take longer.
   prefix, new = (
     [_share(number, split + i, plan.splits, end) for i in range(2)]
     for number, end in ((num_prefix, False), (num_new, True))

@@ -124,7 +124,6 @@ def verify_attention(
     splits = _num_splits(batch, row_tiles, key_tiles, value_dim)
   plan = block.Plan(
     n=n,
-    heads=heads,
     value_dim=value_dim,
     scale=scale,
     has_bits=ancestors is not None,

@@ -134,8 +134,8 @@ def test_more_nodes_than_a_tile_as_a_tree():
 
 
 def test_more_nodes_than_a_tile_as_a_chain():
-  """Two tiles of queries, the first of which needs one tile of nodes."""
-  check(75, 1, 136, [63], chain=True)
+  """Three tiles of queries: one needs one tile of nodes, one has two heads."""
+  check(75, 2, 136, [63], chain=True, splits=2)
 
 
 def test_odd_numbers_of_heads_and_tiles_as_a_chain():
@@ -152,7 +152,7 @@ def test_a_decode_step_in_splits():
 
 def test_new_tiles_in_splits():
   """Two tiles of nodes and three of the prefix, on each of two splits."""
-  check(67, 1, 136, [129], splits=2)
+  check(67, 2, 136, [129], splits=2)
 
 
 @pytest.mark.filterwarnings('ignore:invalid value encountered in matmul')

@@ -4,6 +4,7 @@ Its figures mean nothing on a CPU; that it runs and adds up is what is tested.
 """
 
 import json
+import os
 import pathlib
 
 import pytest
@@ -11,7 +12,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 import run as program
-from kdtree_jax.benchmark import subject
+from kdtree_jax.benchmark import compile_time, subject
 from kdtree_jax.modes import bench
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -42,10 +43,22 @@ def of(records, kind):
 
 def test_bench(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(subject, 'LAYERS', 1)
+  cached, compiled = [], compile_time._in_a_process
+
+  def in_a_process(*arguments):
+    seconds = compiled(*arguments)
+    cached.append(sorted(os.listdir(arguments[-1])))
+    return seconds
+
+  monkeypatch.setattr(compile_time, '_in_a_process', in_a_process)
   path = tmp_path / 'out.jsonl'
   output = f'--output={path}'
   sweep = ('--context=24,40', '--tree_budget=5', output)
   assert call(*sweep) == 0
+  # The second process found what the first one had compiled.
+  assert len(cached) == 2 and cached[0] == cached[1]
+  assert any('prefill' in name for name in cached[0])
+  assert any('decode_loop' in name for name in cached[0])
   table = capsys.readouterr().out
   records = read(path)
   check_file(records)
