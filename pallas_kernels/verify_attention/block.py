@@ -447,7 +447,7 @@ def body(
     # Rows of two heads are as good as all nodes.
     last_node = jnp.minimum(node0 + (ROWS - 1), plan.n - 1)
     num_new = lax.div(last_node, KEYS) + 1
-  # Every split has as many tiles of the prefix, but for one, whatever the length,
+  # Whatever the length, every split has as many tiles of the prefix, but for one,
   # and as many new ones, which have a mask and take longer.
   prefix, new = (
     [_share(number, split + i, plan.splits, end) for i in range(2)]
