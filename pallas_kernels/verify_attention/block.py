@@ -447,8 +447,8 @@ def body(
     # Rows of two heads are as good as all nodes.
     last_node = jnp.minimum(node0 + (ROWS - 1), plan.n - 1)
     num_new = lax.div(last_node, KEYS) + 1
-  # Whatever the length, splits have as many tiles of the prefix, but for one, and
-  # as many new ones, which have a mask and take longer.
+  # Whatever the length, splits have the same number of tiles of the prefix, or
+  # one less, and so of new ones, which have a mask and take longer.
   prefix, new = (
     [_share(number, split + i, plan.splits, end) for i in range(2)]
     for number, end in ((num_prefix, False), (num_new, True))
