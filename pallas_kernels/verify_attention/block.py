@@ -416,15 +416,17 @@ def _value_warpgroup(block: Block, out, h: int | jax.Array) -> None:
   plgpu.wait_smem_to_gmem(0)
 
 
-def _share(number, split, splits: int, end: bool):
-  """Where one split's part of so many tiles starts.
+def _starts(num_prefix, num_new, split, splits: int):
+  """Where a split's tiles start: of the prefix, and of the new ones.
 
-  The parts differ by one tile at most; the last one is among the larger, with
-  `end` the first.
+  In their common order the new tiles, which have a mask and take longer, lie
+  evenly among the others, the j-th at floor(j total / new); splits are equal
+  parts of it, but for one tile.
   """
-  if end:
-    return number - lax.div(number * (splits - split), splits)
-  return lax.div(number * split, splits)
+  total = num_prefix + num_new
+  start = lax.div(total * split, splits)
+  new = lax.div(start * num_new + total - 1, total)
+  return start - new, new
 
 
 def body(
@@ -447,16 +449,12 @@ def body(
     # Rows of two heads are as good as all nodes.
     last_node = jnp.minimum(node0 + (ROWS - 1), plan.n - 1)
     num_new = lax.div(last_node, KEYS) + 1
-  # Whatever the length, splits have the same number of tiles of the prefix, or
-  # one less, and so of new ones, which have a mask and take longer.
-  prefix, new = (
-    [_share(number, split + i, plan.splits, end) for i in range(2)]
-    for number, end in ((num_prefix, False), (num_new, True))
-  )
-  count_prefix = prefix[1] - prefix[0]
+  prefix, new = _starts(num_prefix, num_new, split, plan.splits)
+  prefix_end, new_end = _starts(num_prefix, num_new, split + 1, plan.splits)
+  count_prefix = prefix_end - prefix
   block = Block(
-    plan, layer[0], batch, row0, length, num_prefix, prefix[0], count_prefix,
-    num_prefix + new[0] - count_prefix, count_prefix + new[1] - new[0],
+    plan, layer[0], batch, row0, length, num_prefix, prefix, count_prefix,
+    num_prefix + new - count_prefix, count_prefix + new_end - new,
     query, query_rope, cache, rows, words, *refs,
   )  # fmt: skip
   at = (batch, pl.ds(row0, ROWS))

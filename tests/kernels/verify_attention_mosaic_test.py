@@ -1,6 +1,7 @@
 """Mosaic attention: interpreted on the CPU, and lowered for a Hopper GPU."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_kernels.verify_attention import (
   api,
   bench_cases,
+  block,
   merge,
   mosaic_gpu,
   reference,
@@ -148,6 +150,17 @@ def test_splits_of_one_tile_and_of_none():
 
 def test_a_decode_step_in_splits():
   check(1, 3, 512, [500], chain=True, splits=2)
+
+
+@pytest.mark.parametrize('splits', [1, 2, 7, 26, 132])
+def test_splits_are_equal_and_as_equal_in_new_tiles(splits):
+  for prefix, new in itertools.product(range(70), range(1, 9)):
+    ends = np.arange(splits + 1, dtype=np.int32)
+    starts = np.stack(block._starts(*np.int32((prefix, new)), ends, splits))
+    assert not starts[:, 0].any() and starts[:, -1].tolist() == [prefix, new]
+    counts = np.diff(starts)
+    assert (counts >= 0).all() and np.ptp(counts.sum(axis=0)) <= 1
+    assert new > prefix or np.ptp(counts[1]) <= 1
 
 
 def test_new_tiles_in_splits():
