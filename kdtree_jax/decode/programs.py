@@ -85,7 +85,7 @@ class ProgramCache:
     state: DecodeState,
     donate: bool = False,
   ) -> tuple[list[Callable[..., Any]], float]:
-    """Several programs of the same arguments, compiled side by side.
+    """Several programs of the same arguments, for a GPU compiled side by side.
 
     They are lowered in their order: Mosaic numbers the kernels that a process
     lowers, and JAX's persistent cache knows a program by those numbers too.
@@ -109,7 +109,9 @@ class ProgramCache:
       for _, give_up in begun:  # Others may wait for it.
         give_up(error)
       raise
-    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+    # XLA compiles for a CPU on all cores as it is.
+    threads = 1 if jax.default_backend() == 'cpu' else len(calls)
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
       found = list(pool.map(lambda pair: pair[0](), begun))
     programs = [program for program, _ in found]
     if not any(compiled for _, compiled in found):
