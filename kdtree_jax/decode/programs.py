@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,22 @@ def compiler_options() -> dict[str, str] | None:
   if jax.default_backend() != 'gpu':
     return None
   return {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+  """A program that somebody has lowered; one of two ends must be called.
+
+  Attributes:
+    finish: compiles it, or waits for who does; the program, and whether it
+      had to compile.
+    give_up: tells who waits why there will be none.
+    own: whether it was lowered here.
+  """
+
+  finish: Callable[[], tuple[Callable[..., Any], bool]]
+  give_up: Callable[[BaseException], None]
+  own: bool
 
 
 class ProgramCache:
@@ -74,8 +91,8 @@ class ProgramCache:
       compile: 0 if it was compiled before.
     """
     begin = time.perf_counter()
-    finish, _ = self._begin(function, engine, params, state, operands, donate)
-    program, compiled = finish()
+    begun = self._begin(function, engine, params, state, operands, donate)
+    program, compiled = begun.finish()
     return program, time.perf_counter() - begin if compiled else 0.0
 
   def get_all(
@@ -106,30 +123,23 @@ class ProgramCache:
           self._begin(function, engine, params, state, operands, donate)
         )
     except BaseException as error:
-      for _, give_up in begun:  # Others may wait for it.
-        give_up(error)
+      for other in begun:  # Somebody may wait for it.
+        other.give_up(error)
       raise
     # XLA compiles for a CPU on all cores as it is.
     threads = 1 if jax.default_backend() == 'cpu' else len(calls)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-      found = list(pool.map(lambda pair: pair[0](), begun))
-    programs = [program for program, _ in found]
-    if not any(compiled for _, compiled in found):
+      # Own ones first: nobody waits for somebody who waits.
+      order = sorted(range(len(begun)), key=lambda i: not begun[i].own)
+      found = pool.map(lambda i: begun[i].finish(), order)
+      found = dict(zip(order, found, strict=True))
+    programs = [found[i][0] for i in range(len(begun))]
+    if not any(compiled for _, compiled in found.values()):
       return programs, 0.0
     return programs, time.perf_counter() - begin
 
-  def _begin(
-    self, function, engine, params, state, operands, donate
-  ) -> tuple[
-    Callable[[], tuple[Callable[..., Any], bool]],
-    Callable[[BaseException], None],
-  ]:
-    """Lowers a program, if nobody has.
-
-    Returns:
-      Two ends, of which one must be called: the first compiles, and returns the
-      program and whether it had to; the second gives up, for a reason.
-    """
+  def _begin(self, function, engine, params, state, operands, donate) -> _Begun:
+    """Lowers a program, if nobody has."""
     arrays = (params, state, *operands)
     leaves, structure = jax.tree.flatten(arrays)
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -143,7 +153,7 @@ class ProgramCache:
         if len(self._programs) > MAX_PROGRAMS:
           self._programs.popitem(last=False)
     if found is not None:
-      return (lambda: (found.result(), False)), (lambda error: None)
+      return _Begun(lambda: (found.result(), False), lambda error: None, False)
 
     def give_up(error: BaseException) -> None:
       with self._lock:  # The next one who asks may try again.
@@ -171,7 +181,7 @@ class ProgramCache:
       mine.set_result(program)
       return program, True
 
-    return finish, give_up
+    return _Begun(finish, give_up, True)
 
 
 PROGRAMS = ProgramCache()

@@ -1,6 +1,7 @@
 """Programs are lowered in order, compiled side by side, and kept."""
 
 import concurrent.futures
+import threading
 
 import jax.numpy as jnp
 import pytest
@@ -62,3 +63,19 @@ def test_what_fails_leaves_nothing_unfinished():
       program, _ = asked.result(timeout=60)
       assert program(PARAMS, STATE).tolist() == [0, 3, 6, 9]
   assert cache.compilations == 1
+
+
+def test_two_that_want_the_same_in_opposite_order():
+  cache, order = ProgramCache(), []
+  times, plus = recorded(order)
+  calls = [(times, 'a'), (plus, 'a', jnp.float32(1))]
+  both = threading.Barrier(2)
+
+  def ask(calls):
+    both.wait(timeout=60)
+    return cache.get_all(calls, PARAMS, STATE)[0]
+
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    one, other = (pool.submit(ask, c) for c in (calls, calls[::-1]))
+    assert one.result(timeout=60) == other.result(timeout=60)[::-1]
+  assert cache.compilations == 2
