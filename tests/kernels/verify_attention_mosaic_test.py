@@ -182,7 +182,7 @@ def test_one_value_that_nobody_may_see(hidden):
 
 
 @pytest.mark.parametrize('splits', [2, 3, merge.FEW_SPLITS, 9])
-@pytest.mark.parametrize('num_rows', [1, 23])
+@pytest.mark.parametrize('num_rows', [1, 7])
 def test_merge(splits, num_rows, monkeypatch):
   """Rows by the handful in a warpgroup; one of a split that saw nothing."""
   monkeypatch.setattr(merge, 'MULTIPROCESSORS', 1)

@@ -220,14 +220,19 @@ def test_a_slot_weighs_as_much_as_its_prefix_is_probable():
   target, drafter, params = trained()
   model = Transformer(target.config, drafter.tap_layers)
   batch = pack(jnp.asarray(windows()), END)
-  out = drafting.frozen_forward(model, target.params, batch)
   anchors = drafting.sample_anchors(jax.random.key(0), batch, 5)
-  head = drafting.target_head(model, target.params)
-  log_q = jax.nn.log_softmax(
-    drafting.draft_logits(drafter, params, head, out.features, batch, anchors)
-  )
-  variables = {'params': target.params}
-  best = model.apply(variables, out.hidden, method='logits').argmax(axis=-1)
+
+  @jax.jit
+  def seen(variables, params):
+    out = drafting.frozen_forward(model, variables['params'], batch)
+    head = drafting.target_head(model, variables['params'])
+    logits = drafting.draft_logits(
+      drafter, params, head, out.features, batch, anchors
+    )
+    best = model.apply(variables, out.hidden, method='logits').argmax(axis=-1)
+    return jax.nn.log_softmax(logits), best
+
+  log_q, best = map(np.asarray, seen({'params': target.params}, params))
   valid = np.asarray(drafting.has_target(batch, anchors, 7))
   total, weight = 0.0, 0.0
   for row, a, k in zip(*np.nonzero(valid), strict=True):
