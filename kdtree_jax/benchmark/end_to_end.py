@@ -64,59 +64,65 @@ def end_to_end(
 
   known = max_new_tokens + real.block_size
   sizes = target.config.vocab_size, real.block_size
-  stubs: tuple[StubDrafter, ...] = (
-    OracleDrafter(*sizes),
-    HitRateDrafter(*sizes, hit_rate=hit_rate),
+  cases = list(
+    itertools.product(
+      (OracleDrafter(*sizes), HitRateDrafter(*sizes, hit_rate=hit_rate)),
+      budgets,
+    )
   )
-  asked = [(None, {})]
-  for stub, budget in itertools.product(stubs, budgets):
-    priced = _priced(subject, stub, prompt, budget)
-    asked.append((priced, {'tree_budget': budget}))
-  progress(f'compiling {len(asked)} loops')
+  progress(f'compiling {1 + len(cases)} loops')
+  asked = [(_priced(subject, *case, prompt), case[1]) for case in cases]
   _compile(
     generation.prepare(target, drafter, [prompt], None, options | more)
-    for drafter, more in asked
+    for drafter, more in (
+      (None, {}),
+      *((drafter, {'tree_budget': budget}) for drafter, budget in asked),
+    )
   )
   progress('decoding by AR')
   ar = decode(None, max_new_tokens=known)
-  golden = [*prompt, *ar.output_ids]
-  ar_rate = known / ar.seconds.decode
-  for stub in stubs:
+  for stub, budget in cases:
+    progress(f'decoding with {_name(stub)} at budget {budget}')
+
+    def write(told, stub=stub, budget=budget):
+      drafter = _priced(subject, stub, budget, told)
+      result = decode(drafter, max_new_tokens=known, tree_budget=budget)
+      return [*prompt, *result.output_ids]
+
+    told, revisions = revised([*prompt, *ar.output_ids], write)
+    drafter = _priced(subject, stub, budget, told)
+    result = decode(drafter, max_new_tokens=max_new_tokens, tree_budget=budget)
     rate = hit_rate if isinstance(stub, HitRateDrafter) else 1.0
-    for budget in budgets:
-      progress(f'decoding with {_name(stub)} at budget {budget}')
+    yield {
+      'kind': 'end_to_end',
+      'drafter': drafter.name,
+      'context': context,
+      'tree_budget': budget,
+      'max_new_tokens': max_new_tokens,
+      'measured': _measured(result, ar) | {'revisions': revisions},
+      'computed': {
+        'expected_acceptance_length': expected_acceptance_length(
+          rate, min(real.block_size - 1, budget)
+        ),
+      },
+    }
 
-      def write(told, stub=stub, budget=budget):
-        drafter = _priced(subject, stub, told, budget)
-        result = decode(drafter, max_new_tokens=known, tree_budget=budget)
-        return [*prompt, *result.output_ids]
 
-      told, revisions = revised(golden, write)
-      drafter = _priced(subject, stub, told, budget)
-      result = decode(
-        drafter, max_new_tokens=max_new_tokens, tree_budget=budget
-      )
-      pairs = zip(result.output_ids, ar.output_ids, strict=False)
-      differs = [i for i, (a, b) in enumerate(pairs) if a != b]
-      yield {
-        'kind': 'end_to_end',
-        'drafter': drafter.name,
-        'context': context,
-        'tree_budget': budget,
-        'max_new_tokens': max_new_tokens,
-        'measured': {
-          'tokens_per_second': len(result.output_ids) / result.seconds.decode,
-          'ar_tokens_per_second': ar_rate,
-          'acceptance_length': result.mean_acceptance_length,
-          'first_difference': differs[0] if differs else None,
-          'revisions': revisions,
-        },
-        'computed': {
-          'expected_acceptance_length': expected_acceptance_length(
-            rate, min(real.block_size - 1, budget)
-          ),
-        },
-      }
+def _measured(
+  result: generation.GenerateResult, ar: generation.GenerateResult
+) -> dict[str, Any]:
+  """What one run was, beside AR's of the same prompt."""
+  pairs = zip(result.output_ids, ar.output_ids, strict=False)
+  differs = [i for i, (a, b) in enumerate(pairs) if a != b]
+  rate, ar_rate = (
+    len(run.output_ids) / run.seconds.decode for run in (result, ar)
+  )
+  return {
+    'tokens_per_second': rate,
+    'ar_tokens_per_second': ar_rate,
+    'acceptance_length': result.mean_acceptance_length,
+    'first_difference': differs[0] if differs else None,
+  }
 
 
 def revised(
@@ -152,7 +158,7 @@ def _name(stub: StubDrafter) -> str:
 
 
 def _priced(
-  subject: Subject, stub: StubDrafter, golden: list[int], budget: int
+  subject: Subject, stub: StubDrafter, budget: int, golden: list[int]
 ) -> LoadedDrafter:
   params = generation.golden_params(subject.engine(budget), [golden])
   return LoadedDrafter(

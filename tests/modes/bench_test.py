@@ -12,7 +12,8 @@ from absl import flags
 from absl.testing import flagsaver
 
 import run as program
-from kdtree_jax.benchmark import compile_time, subject
+from kdtree_jax.benchmark import compile_time, end_to_end, subject
+from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.modes import bench
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -85,7 +86,16 @@ def test_end_to_end(tmp_path, monkeypatch, capsys):
   path = tmp_path / 'out.jsonl'
   sweep = ('--context=24', '--tree_budget=5', f'--output={path}')
   told = ('--end_to_end', '--max_new_tokens=40', '--hit_rate=0.5')
+  compiled, counted = end_to_end._compile, []
+
+  def compile_all(runs):
+    compiled(runs)
+    counted.append(PROGRAMS.compilations)
+
+  monkeypatch.setattr(end_to_end, '_compile', compile_all)
   assert call(*sweep, *told) == 0
+  # All programs were compiled side by side, none when it was their turn.
+  assert counted == [PROGRAMS.compilations]
   assert 'tokens equal' in capsys.readouterr().out
   check_end_to_end(*of(read(path), 'end_to_end'))
 
