@@ -11,7 +11,7 @@ fresh prefill, and the acceptance of an oracle with full acceptance.
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from kdtree_jax import api, generation
-from kdtree_jax.decode import DecodeState, Engine, init_state
+from kdtree_jax.decode import DecodeState, Engine
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.engine import Params
 from kdtree_jax.decode.programs import PROGRAMS
@@ -202,42 +202,25 @@ def _observed_round(engine: Engine, params: Params, state: DecodeState):
   return state, along_path(verified.logits), routing
 
 
-@dataclasses.dataclass
-class _Run:
-  """A request, compiled: `fill` is prefill and `step` an observed round."""
-
-  params: Params
-  state: DecodeState
-  fill: Callable[..., Any]
-  step: Callable[..., Any]
-
-
 def _request(
   target: api.Target,
   drafter: api.LoadedDrafter | None,
   prompt: list[int],
   options: generation.GenerateOptions,
   golden: list[list[int]] | None = None,
-) -> tuple[Engine, Params, DecodeState]:
-  """What a program takes, its state before prefill."""
-  engine = generation.make_engine(target, drafter, len(prompt), options)
-  params = {'target': target.params, 'drafter': {}}
-  if drafter is not None:
-    params['drafter'] = drafter.params
-    if drafter.drafter.needs_golden:
-      params['drafter'] = generation.golden_params(engine, golden)
-  state = init_state(
-    engine, [prompt], [options.max_new_tokens], (), target.dtype
-  )
-  return engine, params, state
+) -> generation.Run:
+  """A run before prefill."""
+  fields = dataclasses.asdict(options)
+  return generation.prepare(target, drafter, [prompt], golden, fields)
 
 
-def _begin(*request: Any) -> _Run:
-  """Compiles what a request, see `_request`, needs."""
-  engine, params, state = _request(*request)
+def _begin(*request: Any) -> tuple[Any, Any, Any]:
+  """A request's run, its prefill and its observed round, compiled."""
+  run = _request(*request)
+  engine = run.engine
   calls = (stages.prefill, engine.for_prefill()), (_observed_round, engine)
-  (fill, step), _ = PROGRAMS.get_all(calls, params, state)
-  return _Run(params, state, fill, step)
+  (fill, step), _ = PROGRAMS.get_all(calls, run.params, run.state)
+  return run, fill, step
 
 
 def _observe(
@@ -248,10 +231,10 @@ def _observe(
   golden: list[list[int]] | None = None,
 ) -> Seen:
   """Decodes round by round and keeps the rows of committed tokens."""
-  run = _begin(target, drafter, prompt, options, golden)
-  state, rounds = run.fill(run.params, run.state), []
+  run, fill, step = _begin(target, drafter, prompt, options, golden)
+  state, rounds = fill(run.params, run.state), []
   while not bool(state.done.all()):
-    state, logits, routing = run.step(run.params, state)
+    state, logits, routing = step(run.params, state)
     rounds.append(_rows(logits, routing, _last_accepted(state)))
   return _seen(state, rounds)
 
@@ -278,14 +261,14 @@ def _padded(
   output_ids: list[int],
 ) -> Seen:
   """AR at the tree's N rows, told what to say."""
-  run = _begin(target, *_padding(target, drafter, prompt, options))
-  state, rounds = run.fill(run.params, run.state), []
+  run, fill, step = _begin(target, *_padding(target, drafter, prompt, options))
+  state, rounds = fill(run.params, run.state), []
   told = jnp.asarray(output_ids, jnp.int32)[None]
   while not bool(state.done.all()):
     state = state.replace(
       tokens=lax.dynamic_update_slice(state.tokens, told, (0, len(prompt)))
     )
-    state, logits, routing = run.step(run.params, state)
+    state, logits, routing = step(run.params, state)
     rounds.append(_rows(logits, routing, 1))
   return _seen(state, rounds)
 
@@ -401,15 +384,16 @@ def _context_error(
 
   def drafted(chunk: int, decoded: DecodeState | None = None) -> np.ndarray:
     changed = dataclasses.replace(options, prefill_chunk=chunk)
-    engine, params, fresh = _request(target, drafter, text, changed, golden)
+    run = _request(target, drafter, text, changed, golden)
+    engine = run.engine
     calls = (stages.prefill, engine.for_prefill()), (stages.draft, engine)
-    (fill, draft), _ = PROGRAMS.get_all(calls, params, fresh)
+    (fill, draft), _ = PROGRAMS.get_all(calls, run.params, run.state)
     if decoded is None:
-      decoded = fill(params, fresh)
+      decoded = fill(run.params, run.state)
       # Prefill may have chosen another root at a near-tie.
       tokens = decoded.tokens.at[0, len(text)].set(root)
       decoded = decoded.replace(tokens=tokens)
-    logits = np.asarray(draft(params, decoded)[0])
+    logits = np.asarray(draft(run.params, decoded)[0])
     return np.where(np.isneginf(logits), 0, logits)
 
   chunk = options.prefill_chunk

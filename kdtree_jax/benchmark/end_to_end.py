@@ -57,7 +57,7 @@ def end_to_end(
   }
 
   def decode(drafter, **more):
-    # Once to compile and warm up, once to time.
+    # Once to warm up, once to time.
     for _ in range(2):
       result = generation.generate(target, drafter, prompt, **options, **more)
     return result

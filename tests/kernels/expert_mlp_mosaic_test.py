@@ -194,7 +194,6 @@ def test_bits_do_not_depend_on_the_other_rows():
     np.testing.assert_array_equal(result, few[-1][: len(result)])
 
 
-@pytest.mark.slow  # Without shared experts it is the same, above.
 def test_bits_with_shared_experts_do_not_depend_on_the_other_rows():
   x, gate_up, down, ids, weights, shared = make_inputs(24, shared=2)
   few, many = (
