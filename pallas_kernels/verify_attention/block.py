@@ -24,8 +24,9 @@ half as soon as its product is done, and the score warpgroup, which comes by
 later, only the rope columns. Two tiles are scored in one step, so that the
 second product runs while the softmax of the first is computed.
 
-The cache is split over blocks; each writes its normalised output and, in base
-2, the logarithm of its sum, and a small kernel merges them.
+The cache is split over blocks, of a short prefix over fewer; each writes its
+normalised output and, in base 2, the logarithm of its sum, and a small kernel
+merges them.
 """
 
 import dataclasses
@@ -65,6 +66,7 @@ class Plan:
   """What is known when the kernel is compiled."""
 
   n: int
+  stored_rows: int  # of a block; fewer than ROWS if it has no more
   value_dim: int
   scale: float
   has_bits: bool
@@ -354,7 +356,8 @@ def _score_warpgroup(block: Block, lse) -> None:
   plgpu.commit_smem()
   plgpu.barrier_arrive(block.done)
   if lse is not None:
-    plgpu.copy_smem_to_gmem(block.vectors.at[SLOTS + 1], lse)
+    stored = block.vectors.at[SLOTS + 1, pl.ds(0, block.plan.stored_rows)]
+    plgpu.copy_smem_to_gmem(stored, lse)
   # Every phase of a barrier wants to be observed.
   for slot in range(SLOTS):
     wait = functools.partial(plgpu.barrier_wait, block.consumed.at[slot])
@@ -411,7 +414,8 @@ def _value_warpgroup(block: Block, out, h: int | jax.Array) -> None:
   block.values[0, h] = acc.astype(jnp.bfloat16)
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(
-    block.values.at[0, h], out.at[:, pl.ds(h * plan.half, plan.half)]
+    block.values.at[0, h, pl.ds(0, plan.stored_rows)],
+    out.at[:, pl.ds(h * plan.half, plan.half)],
   )
   plgpu.wait_smem_to_gmem(0)
 
@@ -430,15 +434,12 @@ def _starts(num_prefix, num_new, split, splits: int):
 
 
 def body(
-  plan: Plan, layer, lengths, query, query_rope, cache, rows, *refs
+  plan: Plan, layer, lengths, used, query, query_rope, cache, rows, *refs
 ) -> None:
   """One block. `refs` are words, if any, outputs, and the shared memory."""
-  words = lse = None
-  if plan.has_bits:
-    words, *refs = refs
+  words, *refs = refs if plan.has_bits else (None, *refs)
   out, *refs = refs
-  if plan.splits > 1:
-    lse, *refs = refs
+  lse, *refs = refs if plan.splits > 1 else (None, *refs)
   batch, split = lax.axis_index('batch'), lax.axis_index('split')
   row0 = lax.axis_index('tile') * ROWS
   length = lengths[batch]
@@ -449,30 +450,31 @@ def body(
     # Rows of two heads are as good as all nodes.
     last_node = jnp.minimum(node0 + (ROWS - 1), plan.n - 1)
     num_new = lax.div(last_node, KEYS) + 1
-  prefix, new = _starts(num_prefix, num_new, split, plan.splits)
-  prefix_end, new_end = _starts(num_prefix, num_new, split + 1, plan.splits)
+  splits = used[batch]
+  prefix, new = _starts(num_prefix, num_new, split, splits)
+  prefix_end, new_end = _starts(num_prefix, num_new, split + 1, splits)
   count_prefix = prefix_end - prefix
   block = Block(
     plan, layer[0], batch, row0, length, num_prefix, prefix, count_prefix,
     num_prefix + new - count_prefix, count_prefix + new_end - new,
     query, query_rope, cache, rows, words, *refs,
   )  # fmt: skip
-  at = (batch, pl.ds(row0, ROWS))
+  at = (batch, pl.ds(row0, plan.stored_rows))
   if plan.splits > 1:
     at = (split, *at)
   warpgroup = lax.axis_index('warpgroup')
 
-  @pl.when(warpgroup == 0)
+  @pl.when((split < splits) & (warpgroup == 0))
   def _():
     _score_warpgroup(block, None if lse is None else lse.at[at])
 
-  @pl.when(warpgroup > 0)
+  @pl.when((split < splits) & (warpgroup > 0))
   def _():
     _value_warpgroup(block, out.at[at], warpgroup - 1)
 
 
 def scratch(value_dim: int) -> tuple[Any, ...]:
-  """The shared memory of a block, in the order of the fields of Block."""
+  """A block's shared memory, in the order of the fields of Block."""
   transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
   def tiled(*shape):

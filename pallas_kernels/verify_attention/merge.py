@@ -18,6 +18,8 @@ WARPGROUPS = 4
 FEW_SPLITS = 8
 # Rows of a warpgroup at once: as long as it waits it loads no others.
 ROWS_AT_ONCE = 4
+# Likewise splits of a row that warpgroups share.
+SPLITS_AT_ONCE = 8
 MULTIPROCESSORS = 132
 
 
@@ -27,6 +29,7 @@ def merge(
   num_rows: int,
   interpret: Any,
   *,
+  used: jax.Array | None = None,
   source: Callable[[jax.Array], jax.Array] = lambda row: row,
   kernel_name: str = 'verify_attention_merge',
 ) -> jax.Array:
@@ -40,6 +43,8 @@ def merge(
     lse: `[K, B, X]` float32, the logarithms of their sums, base 2.
     num_rows: of the result.
     interpret: as everywhere.
+    used: `[B]` int32, the splits of a sequence that count, at least 1; the
+      others may hold anything. None: all do.
     source: which of the X rows of the splits a row of the result is.
     kernel_name: for profiles.
 
@@ -48,43 +53,53 @@ def merge(
   """
   num_splits, batch, _, dim = part.shape
   own = num_splits <= FEW_SPLITS
-  warpgroups = WARPGROUPS if own else min(WARPGROUPS, num_splits)
-  rows = 1
+  rows = columns = 1
   if own:
     busy = MULTIPROCESSORS * WARPGROUPS
     at_once = max(1, min(ROWS_AT_ONCE, batch * num_rows // busy))
     rows = WARPGROUPS * at_once
+  else:
+    # The parts of a row that all multiprocessors share, if rows are few.
+    whole = dim // 128
+    columns = max(
+      c
+      for c in range(1, whole + 1)
+      if whole % c == 0 and (c == 1 or batch * num_rows * c <= MULTIPROCESSORS)
+    )
+  operands = [part, lse] + ([] if used is None else [used])
 
-  def body(part, lse, out, **scratch):
+  def body(part, lse, *refs, **scratch):
+    *given, out = refs
+    count = given[0][lax.axis_index('batch')] if given else num_splits
     if own:
-      _merge_rows(source, at_once, part, lse, out)
+      _merge_rows(source, at_once, count, part, lse, out)
     else:
-      _merge_row(source, part, lse, out, **scratch)
+      _merge_row(source, dim // columns, count, part, lse, out, **scratch)
 
   scratch = dict(
-    sums=plgpu.SMEM((warpgroups, dim), jnp.float32),
-    stats=plgpu.SMEM((2, warpgroups), jnp.float32),
-    filled=plgpu.Barrier(num_arrivals=warpgroups),
+    sums=plgpu.SMEM((WARPGROUPS, dim // columns), jnp.float32),
+    stats=plgpu.SMEM((2, WARPGROUPS), jnp.float32),
+    filled=plgpu.Barrier(num_arrivals=WARPGROUPS),
   )
   return plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct((batch, num_rows, dim), part.dtype),
     scratch_types={} if own else scratch,
-    grid=(batch, pl.cdiv(num_rows, rows)),
-    grid_names=('batch', 'row'),
-    num_threads=warpgroups,
+    grid=(batch, pl.cdiv(num_rows, rows), columns),
+    grid_names=('batch', 'row', 'columns'),
+    num_threads=WARPGROUPS,
     thread_name='warpgroup',
     interpret=interpret,
     compiler_params=block.COMPILER_PARAMS,
     kernel_name=kernel_name,
-  )(part, lse)
+  )(*operands)
 
 
 def _layout(dim: int) -> plgpu.Layout:
   return plgpu.Layout.WG_STRIDED((dim,), vec_size=dim // 128)
 
 
-def _merge_rows(source, at_once: int, part, lse, out) -> None:
+def _merge_rows(source, at_once: int, count, part, lse, out) -> None:
   """Merges all splits of each of a warpgroup's rows."""
   num_splits, _, _, dim = part.shape
   num_rows = out.shape[1]
@@ -92,12 +107,17 @@ def _merge_rows(source, at_once: int, part, lse, out) -> None:
   first = lax.axis_index('row') * WARPGROUPS + lax.axis_index('warpgroup')
   rows = [first * at_once + i for i in range(at_once)]
   places = [source(jnp.minimum(row, num_rows - 1)) for row in rows]
+  # A split that does not count is the first one again, with a weight of 0.
+  splits = [jnp.where(k < count, k, 0) for k in range(num_splits)]
   # All loads come before what waits for one.
   values = [
     [plgpu.load(part.at[k, batch, at], layout=_layout(dim)) for at in places]
-    for k in range(num_splits)
+    for k in splits
   ]
-  scores = [[lse[k, batch, at] for at in places] for k in range(num_splits)]
+  scores = [
+    [jnp.where(i < count, lse[k, batch, at], -jnp.inf) for at in places]
+    for i, k in enumerate(splits)
+  ]
   for i, row in enumerate(rows):
     highest = functools.reduce(jnp.maximum, [score[i] for score in scores])
     base = jnp.where(highest == -jnp.inf, 0.0, highest)
@@ -105,39 +125,56 @@ def _merge_rows(source, at_once: int, part, lse, out) -> None:
     for value, score in zip(values, scores, strict=True):
       weight = jnp.exp2(score[i] - base)
       total, acc = total + weight, acc + value[i].astype(jnp.float32) * weight
-    _store(out, batch, row, acc, total)
+
+    @pl.when(row < num_rows)
+    def _(row=row, acc=acc, total=total):
+      out[batch, row] = _normalised(acc, total, out.dtype)
 
 
-def _store(out, batch, row, acc, total) -> None:
-  """Stores a row, if there is such, normalised."""
-
-  @pl.when(row < out.shape[1])
-  def _():
-    # A row that sees nothing has a total of 0.
-    value = acc / jnp.where(total == 0, 1.0, total)
-    out[batch, row] = value.astype(out.dtype)
+def _normalised(acc, total, dtype):
+  """A row that sees nothing has a total of 0."""
+  return (acc / jnp.where(total == 0, 1.0, total)).astype(dtype)
 
 
-def _merge_row(source, part, lse, out, *, sums, stats, filled) -> None:
-  """Merges the splits of one row, a share of them in each warpgroup."""
-  num_splits, (mergers, dim) = part.shape[0], sums.shape
+def _merge_row(source, dim, count, part, lse, out, *, sums, stats, filled):
+  """Merges `dim` columns of a row, a share of its splits in each warpgroup."""
+  num_splits = part.shape[0]
   batch, row = lax.axis_index('batch'), lax.axis_index('row')
+  columns = pl.ds(pl.multiple_of(lax.axis_index('columns') * dim, dim), dim)
   at, warpgroup = source(row), lax.axis_index('warpgroup')
-  splits, scores = [], []
-  for first in range(0, num_splits, mergers):
-    split = first + warpgroup
-    score = lse[jnp.minimum(split, num_splits - 1), batch, at]
-    splits.append(jnp.minimum(split, num_splits - 1))
-    scores.append(jnp.where(split < num_splits, score, -jnp.inf))
-  highest = scores[0]
-  for score in scores[1:]:
-    highest = jnp.maximum(highest, score)
+
+  def score_of(split):
+    score = lse[jnp.where(split < count, split, 0), batch, at]
+    return jnp.where(split < count, score, -jnp.inf)
+
+  highest = score_of(warpgroup)
+  for first in range(WARPGROUPS, num_splits, WARPGROUPS):
+    highest = jnp.maximum(highest, score_of(first + warpgroup))
   base = jnp.where(highest == -jnp.inf, 0.0, highest)
-  total, acc = jnp.float32(0), jnp.zeros((dim,), jnp.float32)
-  for split, score in zip(splits, scores, strict=True):
-    weight = jnp.exp2(score - base)
-    value = plgpu.load(part.at[split, batch, at], layout=_layout(dim))
-    total, acc = total + weight, acc + value.astype(jnp.float32) * weight
+
+  def step(i, carry):
+    total, acc = carry
+    first = i * SPLITS_AT_ONCE * WARPGROUPS + warpgroup
+    splits = [first + k * WARPGROUPS for k in range(SPLITS_AT_ONCE)]
+    scores = [score_of(split) for split in splits]
+    values = [
+      plgpu.load(
+        part.at[jnp.where(split < count, split, 0), batch, at, columns],
+        layout=_layout(dim),
+      )
+      for split in splits
+    ]
+    for value, score in zip(values, scores, strict=True):
+      weight = jnp.exp2(score - base)
+      total, acc = total + weight, acc + value.astype(jnp.float32) * weight
+    return total, acc
+
+  steps = lax.div(
+    jnp.int32(count + SPLITS_AT_ONCE * WARPGROUPS - 1),
+    jnp.int32(SPLITS_AT_ONCE * WARPGROUPS),
+  )
+  zeros = plgpu.layout_cast(jnp.zeros((dim,), jnp.float32), _layout(dim))
+  total, acc = lax.fori_loop(0, steps, step, (jnp.float32(0), zeros))
   sums[warpgroup] = acc
   stats[0, warpgroup], stats[1, warpgroup] = highest, total
   plgpu.commit_smem()
@@ -147,12 +184,12 @@ def _merge_row(source, part, lse, out, *, sums, stats, filled) -> None:
   @pl.when(warpgroup == 0)
   def _():
     highest = stats[0, 0]
-    for g in range(1, mergers):
+    for g in range(1, WARPGROUPS):
       highest = jnp.maximum(highest, stats[0, g])
     base = jnp.where(highest == -jnp.inf, 0.0, highest)
     total, acc = jnp.float32(0), jnp.zeros((dim,), jnp.float32)
-    for g in range(mergers):
+    for g in range(WARPGROUPS):
       weight = jnp.exp2(stats[0, g] - base)
       total = total + weight * stats[1, g]
       acc = acc + plgpu.load(sums.at[g], layout=_layout(dim)) * weight
-    _store(out, batch, row, acc, total)
+    out[batch, row, columns] = _normalised(acc, total, out.dtype)

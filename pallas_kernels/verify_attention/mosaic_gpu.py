@@ -124,6 +124,8 @@ def verify_attention(
     splits = _num_splits(batch, row_tiles, key_tiles, value_dim)
   plan = block.Plan(
     n=n,
+    # A tile of the copy engine has 8 rows.
+    stored_rows=min(block.ROWS, -(-num_rows // 8) * 8),
     value_dim=value_dim,
     scale=scale,
     has_bits=ancestors is not None,
@@ -138,13 +140,16 @@ def verify_attention(
     for part in jnp.split(query, [value_dim], axis=-1)
   )
   layers = jnp.full((1,), layer, jnp.int32)
-  out = _run(plan, layers, lengths, *by_head, cache, rows, words)
+  # Of a short prefix, splits without a tile are not even written.
+  tiles = -(-lengths // block.KEYS) + pl.cdiv(n, block.KEYS)
+  used = jnp.minimum(tiles, splits)
+  out = _run(plan, layers, lengths, used, *by_head, cache, rows, words)
   return out.reshape(batch, heads, n, value_dim).swapaxes(1, 2)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(
-  plan: block.Plan, layer, lengths, query, query_rope, cache, rows, words
+  plan: block.Plan, layer, lengths, used, query, query_rope, cache, rows, words
 ) -> jax.Array:
   """The two kernels, `[B, H N, R]`.
 
@@ -154,10 +159,10 @@ def _run(
   batch, num_rows, _ = query.shape
   row_tiles = pl.cdiv(num_rows, block.ROWS)
   queries = pad_rows(query), pad_rows(query_rope)
-  operands = [layer, lengths, *queries, cache, pad_rows(rows)]
+  operands = [layer, lengths, used, *queries, cache, pad_rows(rows)]
   if words is not None:
     operands.append(words)
-  shape = (batch, row_tiles * block.ROWS)
+  shape = (batch, (row_tiles - 1) * block.ROWS + plan.stored_rows)
   if plan.splits > 1:
     shape = (plan.splits, *shape)
   out_type = [jax.ShapeDtypeStruct((*shape, plan.value_dim), query.dtype)]
@@ -181,5 +186,5 @@ def _run(
     kernel_name='verify_attention',
   )(*operands)
   if plan.splits > 1:
-    return merge.merge(*outputs, num_rows, plan.interpret)
+    return merge.merge(*outputs, num_rows, plan.interpret, used=used)
   return outputs[0][:, :num_rows]

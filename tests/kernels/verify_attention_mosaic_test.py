@@ -181,25 +181,34 @@ def test_one_value_that_nobody_may_see(hidden):
   assert error(out, truth) <= 2 * error(plain(*inputs), truth)
 
 
-@pytest.mark.parametrize('splits', [2, 3, merge.FEW_SPLITS, 9])
+@pytest.mark.parametrize('splits', [2, 3, merge.FEW_SPLITS, 9, 37])
 @pytest.mark.parametrize('num_rows', [1, 7])
-def test_merge(splits, num_rows, monkeypatch):
-  """Rows by the handful in a warpgroup; one of a split that saw nothing."""
-  monkeypatch.setattr(merge, 'MULTIPROCESSORS', 1)
+@pytest.mark.parametrize('multiprocessors', [1, 28])
+def test_merge(splits, num_rows, multiprocessors, monkeypatch):
+  """Rows by the handful in a warpgroup, or in parts of their columns.
+
+  One is of a split that saw nothing; not all splits were written.
+  """
+  monkeypatch.setattr(merge, 'MULTIPROCESSORS', multiprocessors)
   rng = np.random.default_rng(splits)
   part = rng.normal(size=(splits, 2, num_rows, R))
   lse = rng.normal(size=(splits, 2, num_rows)) * 8
   lse[0, 0, 0], lse[:, 1, 0], part[:, 1, 0] = -np.inf, -np.inf, 0
+  used = np.int32([splits, rng.integers(1, splits)])
+  part[used[1] :, 1] = lse[used[1] :, 1] = np.nan
+  counts = np.arange(splits)[:, None, None] < used[:, None]
+  known = np.where(counts, lse, -np.inf)
   with np.errstate(invalid='ignore'):
-    weights = np.exp2(lse - lse.max(axis=0))
-  weights = np.nan_to_num(weights / weights.sum(axis=0))
-  truth = (weights[..., None] * part).sum(axis=0)
+    weights = np.exp2(known - known.max(axis=0))
+  weights = np.nan_to_num(weights / weights.sum(axis=0))[..., None]
+  truth = (weights * np.where(counts[..., None], part, 0)).sum(axis=0)
   # The last row comes first.
   found = merge.merge(
     jnp.asarray(part, jnp.float32),
     jnp.asarray(lse, jnp.float32),
     num_rows,
     INTERPRET,
+    used=jnp.asarray(used),
     source=lambda row: num_rows - 1 - row,
   )
   np.testing.assert_allclose(found, truth[:, ::-1], rtol=1e-5, atol=1e-5)
