@@ -39,10 +39,15 @@ python run.py --mode=bench_acceptance --target=FILE --drafter=FILE --corpus=DIR
 
 python run.py --mode=inspect --target=FILE.kdtr
     Says what is in a bundle or a checkpoint folder.
+
+On a GPU compiled programs are kept in ~/.cache/kdtree_jax for the next time.
+JAX_ENABLE_COMPILATION_CACHE=false keeps none, JAX_COMPILATION_CACHE_DIR=DIR
+takes JAX's own cache, which has to trace and lower first.
 """
 
 import dataclasses
 import os
+import pathlib
 import sys
 
 import jax
@@ -52,9 +57,11 @@ from kdtree_jax import registry
 from kdtree_jax.api import WEIGHTS
 from kdtree_jax.config import config_names
 from kdtree_jax.decode.engine import KERNELS
+from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import MODES
 from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.program_store import ProgramStore
 
 _STUBS = '|'.join(registry.names('drafter'))
 
@@ -372,6 +379,18 @@ def run_config() -> RunConfig:
   return RunConfig(**values)
 
 
+def program_store() -> ProgramStore | None:
+  """Where compiled programs are kept, unless somebody wants none."""
+  if not jax.config.jax_enable_compilation_cache:
+    return None
+  caches = os.environ.get('XDG_CACHE_HOME')
+  try:
+    caches = pathlib.Path(caches or pathlib.Path.home() / '.cache')
+  except RuntimeError:  # A user without a home.
+    return None
+  return ProgramStore(caches / 'kdtree_jax')
+
+
 def main(argv: list[str]) -> None:
   del argv
   if not flags.FLAGS['verbosity'].present:
@@ -379,6 +398,8 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
   try:
     config = run_config()
+    if config.mode != 'bench':  # That one times the compilation.
+      PROGRAMS.store = program_store()
     sys.exit(MODES[config.mode].run(config))
   except UserError as error:
     sys.exit(_fail(str(error)))

@@ -1,8 +1,7 @@
 """Seconds that `generate` compiles on its first call, as users meet them.
 
-In a process of its own each time: Mosaic numbers the kernels that a process
-lowers and writes the number into them, so that a program lowered twice in one
-process is not found in JAX's persistent cache, where another process finds it.
+In a process of its own each time, of which the second finds what the first
+has stored, as `run.py` does.
 """
 
 import concurrent.futures
@@ -17,6 +16,8 @@ import jax
 from kdtree_jax.decode import DecodeState, Engine
 from kdtree_jax.decode.engine import Params
 from kdtree_jax.decode.generate import loop_programs
+from kdtree_jax.decode.programs import PROGRAMS
+from kdtree_jax.program_store import ProgramStore
 
 
 def compile_seconds(
@@ -30,7 +31,7 @@ def compile_seconds(
     state: likewise.
 
   Returns:
-    `cold`: from nothing; `warm`: where the persistent cache holds both.
+    `cold`: from nothing; `warm`: where both are stored.
   """
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state)
@@ -57,13 +58,8 @@ def _leave_memory() -> None:
 def _compile(
   engine: Engine, params: Params, state: DecodeState, folder: str
 ) -> float:
-  for name, value in (
-    ('jax_compilation_cache_dir', folder),
-    ('jax_persistent_cache_min_compile_time_secs', 0.0),
-    ('jax_persistent_cache_min_entry_size_bytes', -1),
-  ):
-    jax.config.update(name, value)
-  jax.devices()
+  jax.config.update('jax_enable_compilation_cache', False)
+  PROGRAMS.store = ProgramStore(folder, (jax.default_backend(),))
   begin = time.perf_counter()
   loop_programs(engine, params, state)
   return time.perf_counter() - begin

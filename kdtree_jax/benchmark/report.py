@@ -132,7 +132,7 @@ def _others(console: rich.console.Console, records) -> None:
   for r in _of(records, 'compile'):
     console.print(
       f'first-call compilation of generate at budget {r["tree_budget"]}: '
-      f'{r["measured"]["cold_seconds"]:.1f} s, with a warm persistent cache '
+      f'{r["measured"]["cold_seconds"]:.1f} s; from stored programs '
       f'{r["measured"]["warm_seconds"]:.1f} s',
       highlight=False,
     )

@@ -3,10 +3,11 @@
 import collections
 import concurrent.futures
 import dataclasses
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -48,16 +49,48 @@ class _Begun:
   own: bool
 
 
+class Store(Protocol):
+  """Where programs outlive the process: see `program_store.ProgramStore`."""
+
+  def path(
+    self,
+    function: Callable[..., Any],
+    engine: Engine,
+    structure: Any,
+    shapes: tuple[tuple[tuple[int, ...], Any], ...],
+    options: dict[str, str] | None,
+    donate: bool,
+  ) -> pathlib.Path | None:
+    """Where a program is, or will be; None if it is not to be stored.
+
+    Args:
+      function: what is compiled.
+      engine: its static argument.
+      structure: the tree of its other arguments.
+      shapes: shape and dtype of each of their leaves.
+      options: the compiler's.
+      donate: whether the state is.
+    """
+
+  def load(self, path: pathlib.Path) -> Callable[..., Any] | None:
+    """The program of a file; None if there is none that loads."""
+
+  def save(self, path: pathlib.Path, program: Callable[..., Any]) -> None:
+    """Stores a program if it can be stored; a full disk is no failure."""
+
+
 class ProgramCache:
   """Compiles ahead of time, so that a run can be timed without compilation.
 
   Threads may share it: of those that want the same program, one compiles.
 
   Attributes:
+    store: where programs outlive the process, if anywhere.
     compilations: programs compiled so far; a test counts them.
   """
 
   def __init__(self):
+    self.store: Store | None = None
     self._programs = collections.OrderedDict()
     self._lock = threading.Lock()
     self.compilations = 0
@@ -88,7 +121,7 @@ class ProgramCache:
 
     Returns:
       A callable of `(params, state, *operands)` and the seconds it took to
-      compile: 0 if it was compiled before.
+      compile or to load: 0 if it was there before.
     """
     begin = time.perf_counter()
     begun = self._begin(function, engine, params, state, operands, donate)
@@ -170,14 +203,32 @@ class ProgramCache:
     jitted = jax.jit(
       function, static_argnums=0, donate_argnums=2 if donate else ()
     )
-    lowered = attempt(lambda: jitted.lower(engine, *arrays))
-
-    def finish():
-      program = attempt(
-        lambda: lowered.compile(compiler_options=compiler_options())
+    store, path = self.store, None
+    if store is not None:
+      path = store.path(
+        function, engine, structure, shapes, compiler_options(), donate
       )
+
+    def lower():
+      return jitted.lower(engine, *arrays)
+
+    stored = path is not None and path.exists()
+    lowered = None if stored else attempt(lower)
+
+    def make():
+      program = store.load(path) if stored else None
+      if program is not None:
+        return program
+      made = lower() if lowered is None else lowered
+      program = made.compile(compiler_options=compiler_options())
+      if path is not None:
+        store.save(path, program)
       with self._lock:
         self.compilations += 1
+      return program
+
+    def finish():
+      program = attempt(make)
       mine.set_result(program)
       return program, True
 

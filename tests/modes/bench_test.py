@@ -58,8 +58,7 @@ def test_bench(tmp_path, monkeypatch, capsys):
   assert call(*sweep) == 0
   # The second process found what the first one had compiled.
   assert len(cached) == 2 and cached[0] == cached[1]
-  assert any('prefill' in name for name in cached[0])
-  assert any('decode_loop' in name for name in cached[0])
+  assert len(cached[0]) == 2  # prefill and the loop
   table = capsys.readouterr().out
   records = read(path)
   check_file(records)
@@ -118,7 +117,8 @@ def check_file(records):
     check_step(step, head['measured']['copy_bytes_per_second'])
   assert [r['tokens'] for r in of(records, 'prefill')] == [24, 40]
   (compiled,) = of(records, 'compile')
-  assert compiled['measured'].keys() == {'cold_seconds', 'warm_seconds'}
+  seconds = compiled['measured']
+  assert 0 < seconds['warm_seconds'] < seconds['cold_seconds'] / 2
   (memory,) = of(records, 'memory')
   assert memory['measured']['weight_bytes'] > 0
   assert len(of(records, 'computed')) == 2

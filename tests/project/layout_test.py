@@ -60,6 +60,7 @@ TOP = {
   'divergence',
   'generation',
   'modes',
+  'program_store',
   'sessions',
   '__init__',
 }
