@@ -38,6 +38,7 @@ _NO_MATTER = ('compilation_cache', 'persistent_cache', 'logging', 'traceback')
 # Each holds some megabytes.
 MAX_FILES = 64
 _SUFFIX = '.program'
+_DIGEST = 32  # Bytes at the end of a file.
 
 
 class _NotOursError(Exception):
@@ -107,8 +108,11 @@ class ProgramStore:
     with contextlib.suppress(OSError):
       os.utime(path)  # The last used are kept.
     try:
+      content, digest = stored[:-_DIGEST], stored[-_DIGEST:]
+      if hashlib.sha256(content).digest() != digest:
+        raise ValueError('it is not what was written')
       return serialize_executable.deserialize_and_load(
-        *pickle.loads(stored), execution_devices=jax.devices()[:1]
+        *pickle.loads(content), execution_devices=jax.devices()[:1]
       )
     except Exception as error:  # Whatever is wrong with a file.
       logging.getLogger(__name__).warning(
@@ -119,9 +123,9 @@ class ProgramStore:
   def save(self, path: pathlib.Path, program: Callable[..., Any]) -> None:
     """Stores a program if it can be stored; a full disk is no failure."""
     try:
-      stored = pickle.dumps(serialize_executable.serialize(program))
+      content = pickle.dumps(serialize_executable.serialize(program))
       self._folder.mkdir(parents=True, exist_ok=True)
-      write_atomically(path, [stored])
+      write_atomically(path, [content, hashlib.sha256(content).digest()])
     except Exception as error:  # The program itself is fine.
       logging.getLogger(__name__).warning(
         'a compiled program is not stored: %s', error
@@ -144,7 +148,19 @@ class ProgramStore:
 
 
 def _is_ours(thing: Any) -> bool:
-  return thing.__module__.partition('.')[0] in _OURS
+  """Whether a class, or a function that is its code alone, is of a package."""
+  if isinstance(thing, type):
+    return thing.__module__.partition('.')[0] in _OURS
+  code = getattr(thing, '__code__', None)
+  if code is None or thing.__closure__:
+    return False
+  # Decorators pass a function's module on, but not its file.
+  path = pathlib.Path(code.co_filename)
+  return any(path.is_relative_to(folder) for folder in _folders())
+
+
+def _folders() -> list[pathlib.Path]:
+  return [pathlib.Path(package.__file__).parent for package in _PACKAGES]
 
 
 def _origin(thing: Any) -> str:
@@ -203,9 +219,8 @@ def _surroundings() -> Iterator[str]:
 def _sources() -> str:
   """The contents of both packages."""
   digest = hashlib.sha256()
-  for package in _PACKAGES:
-    folder = pathlib.Path(package.__file__).parent
+  for folder in _folders():
     for path in sorted(folder.rglob('*.py')):
-      digest.update(f'{package.__name__} {path.relative_to(folder)}\n'.encode())
+      digest.update(f'{path.relative_to(folder.parent)}\n'.encode())
       digest.update(hashlib.sha256(path.read_bytes()).digest())
   return digest.hexdigest()

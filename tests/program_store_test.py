@@ -1,6 +1,7 @@
 """A second process finds what a first one compiled, and nothing else."""
 
 import dataclasses
+import functools
 import os
 import pickle
 import subprocess
@@ -95,7 +96,14 @@ def test_what_does_not_load_is_compiled_and_stored_anew(tmp_path, params):
   truth = run(make_cache(tmp_path), engine, params)
   (path,) = tmp_path.iterdir()
   whole = path.read_bytes()
-  for wrong in (b'', whole[: len(whole) // 2], pickle.dumps((1, 2, 3))):
+  middle = len(whole) // 2
+  flipped = bytes([whole[middle] ^ 1])
+  for wrong in (
+    b'',
+    whole[:middle],
+    whole[:middle] + flipped + whole[middle + 1 :],
+    pickle.dumps((1, 2, 3)),
+  ):
     path.write_bytes(wrong)
     cache = make_cache(tmp_path)
     np.testing.assert_array_equal(run(cache, engine, params)[0], truth[0])
@@ -193,12 +201,19 @@ def test_foreign_code_is_not_stored(tmp_path):
   drafter = Foreign(CONFIG.vocab_size, 4)
   assert key_of(store, dataclasses.replace(engine, drafter=drafter)) is None
   assert key_of(store, engine, function=other_function) is None
+  best_first = registry.get('tree_policy', 'best_first')
+
+  @functools.wraps(best_first)
+  def wrapped(*arguments):
+    return best_first(*arguments)
+
   name = 'policy of program_store_test'
-  registry.register('tree_policy', name)(other_function)
-  try:
-    assert key_of(store, make_engine(policy=name)) is None
-  finally:
-    registry._ENTRIES['tree_policy'].pop(name)
+  for policy in (other_function, wrapped, functools.partial(best_first)):
+    registry.register('tree_policy', name)(policy)
+    try:
+      assert key_of(store, make_engine(policy=name)) is None
+    finally:
+      registry._ENTRIES['tree_policy'].pop(name)
 
 
 def test_for_a_gpu_only_by_default(tmp_path):
