@@ -27,7 +27,7 @@ from jax.experimental import serialize_executable
 
 import kdtree_jax
 import pallas_kernels
-from kdtree_jax import registry
+from kdtree_jax import _imported, registry
 from kdtree_jax.decode.engine import Engine
 from kdtree_jax.io.files import write_atomically
 
@@ -54,15 +54,18 @@ class ProgramStore:
   CPU that they were compiled on, and folders are shared between machines. And
   not where JAX's own cache is on: a program that comes from there runs, but is
   stored incompletely.
+
+  Attributes:
+    folder: made when a first program is stored.
   """
 
   def __init__(
     self, folder: os.PathLike | str, backends: tuple[str, ...] = ('gpu',)
   ):
-    self._folder = pathlib.Path(folder)
+    self.folder = pathlib.Path(folder)
     self._backends = backends
-    # Now, while they are what was imported: weights may load for minutes, and
-    # somebody may edit a file meanwhile.
+    # Now, for weights may load for minutes, and somebody may edit a file
+    # meanwhile.
     self._sources = _sources()
 
   def path(
@@ -75,7 +78,9 @@ class ProgramStore:
     donate: bool,
   ) -> pathlib.Path | None:
     """See `kdtree_jax.decode.programs.Store`, like all here."""
-    if jax.default_backend() not in self._backends or not _is_ours(function):
+    if self._sources is None or not _is_ours(function):
+      return None
+    if jax.default_backend() not in self._backends:
       return None
     settings = jax.config
     if settings.jax_compilation_cache_dir and (
@@ -97,7 +102,7 @@ class ProgramStore:
     except _NotOursError:
       return None
     text = '\n'.join(parts).encode()
-    return self._folder / (hashlib.sha256(text).hexdigest()[:40] + _SUFFIX)
+    return self.folder / (hashlib.sha256(text).hexdigest()[:40] + _SUFFIX)
 
   def load(self, path: pathlib.Path) -> Callable[..., Any] | None:
     """The program of a file; None if there is none that loads."""
@@ -124,14 +129,13 @@ class ProgramStore:
     """Stores a program if it can be stored; a full disk is no failure."""
     try:
       content = pickle.dumps(serialize_executable.serialize(program))
-      self._folder.mkdir(parents=True, exist_ok=True)
+      self.folder.mkdir(parents=True, exist_ok=True)
       write_atomically(path, [content, hashlib.sha256(content).digest()])
+      self._prune()
     except Exception as error:  # The program itself is fine.
       logging.getLogger(__name__).warning(
         'a compiled program is not stored: %s', error
       )
-      return
-    self._prune()
 
   def _prune(self) -> None:
     """Removes what was not used for longest."""
@@ -141,7 +145,7 @@ class ProgramStore:
         return path.stat().st_mtime
       return 0.0
 
-    files = sorted(self._folder.glob(f'*{_SUFFIX}'), key=used, reverse=True)
+    files = sorted(self.folder.glob(f'*{_SUFFIX}'), key=used, reverse=True)
     for path in files[MAX_FILES:]:
       with contextlib.suppress(OSError):
         path.unlink()
@@ -211,16 +215,28 @@ def _surroundings() -> Iterator[str]:
   yield f'{device.client.platform_version} {device.device_kind}'
   yield f'{jax.device_count()} {getattr(device, "core_count", None)}'
   yield os.environ.get('XLA_FLAGS', '')
-  for name, value in sorted(jax.config.values.items()):
+  for name, value in sorted(dict(jax.config.values).items()):
     if not any(word in name for word in _NO_MATTER):
       yield f'{name}={value}'
 
 
-def _sources() -> str:
-  """The contents of both packages."""
-  digest = hashlib.sha256()
-  for folder in _folders():
-    for path in sorted(folder.rglob('*.py')):
-      digest.update(f'{path.relative_to(folder.parent)}\n'.encode())
-      digest.update(hashlib.sha256(path.read_bytes()).digest())
-  return digest.hexdigest()
+def _sources() -> str | None:
+  """The contents of both packages; None if they may not be what was imported.
+
+  A file that was written since the import is not; nor is there any to read
+  where packages are imported from an archive.
+  """
+  digest, count = hashlib.sha256(), 0
+  try:
+    for folder in _folders():
+      for path in sorted(folder.rglob('*.py')):
+        if not path.is_file():  # A lock of an editor is a dangling link.
+          continue
+        if path.stat().st_mtime >= _imported.AT:
+          return None
+        digest.update(f'{path.relative_to(folder.parent)}\n'.encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+        count += 1
+  except OSError:
+    return None
+  return digest.hexdigest() if count else None

@@ -19,6 +19,7 @@ from kdtree_jax.decode import Engine, init_state
 from kdtree_jax.decode.generate import decode_loop, loop_programs
 from kdtree_jax.decode.programs import ProgramCache
 from kdtree_jax.drafters.random import RandomDrafter
+from kdtree_jax.errors import UserError
 from kdtree_jax.model import init_params
 from kdtree_jax.program_store import ProgramStore
 
@@ -39,10 +40,11 @@ def make_engine(budget=3, policy='best_first', config=CONFIG):
 
 @pytest.fixture(autouse=True)
 def without_jax_cache():
+  before = jax.config.jax_enable_compilation_cache
   jax.config.update('jax_enable_compilation_cache', False)
   compilation_cache.reset_cache()
   yield
-  jax.config.update('jax_enable_compilation_cache', True)
+  jax.config.update('jax_enable_compilation_cache', before)
   compilation_cache.reset_cache()
 
 
@@ -179,15 +181,71 @@ def test_every_ingredient_changes_the_key(tmp_path, monkeypatch):
   assert key_of(store, engine) == keys[0]
 
 
+def sources_of(folder, monkeypatch):
+  package = type(sys)('package')
+  package.__file__ = str(folder / '__init__.py')
+  monkeypatch.setattr(program_store, '_PACKAGES', (package,))
+  return program_store._sources()
+
+
 def test_an_edit_changes_the_sources(tmp_path, monkeypatch):
-  found = []
+  found, file = [], tmp_path / '__init__.py'
   for text in ('x = 1', 'x = 2'):
-    (tmp_path / '__init__.py').write_text(text)
-    package = type(sys)('package')
-    package.__file__ = str(tmp_path / '__init__.py')
-    monkeypatch.setattr(program_store, '_PACKAGES', (package,))
-    found.append(program_store._sources())
-  assert found[0] != found[1]
+    file.write_text(text)
+    assert sources_of(tmp_path, monkeypatch) is None  # Not what was imported.
+    os.utime(file, (0, 0))
+    found.append(sources_of(tmp_path, monkeypatch))
+  assert None not in found and found[0] != found[1]
+  (tmp_path / '.#lock.py').symlink_to('somebody@somewhere')
+  assert sources_of(tmp_path, monkeypatch) == found[1]
+  assert sources_of(tmp_path / 'archive', monkeypatch) is None
+
+
+def test_nothing_is_stored_of_unknown_sources(tmp_path, monkeypatch):
+  monkeypatch.setattr(program_store, '_sources', lambda: None)
+  store = ProgramStore(tmp_path, ('cpu',))
+  assert key_of(store, make_engine()) is None
+
+
+def test_a_store_that_fails_hangs_nobody(tmp_path, params):
+  """An unknown policy fails as often as it is asked for, not once."""
+  cache = make_cache(tmp_path)
+  engine = make_engine()
+  for _ in range(2):
+    with pytest.raises(UserError, match='unknown tree_policy'):
+      run(cache, make_engine(policy='none'), params)
+  locked = tmp_path / 'locked'
+  locked.write_text('a file, not a folder')
+  cache.store = ProgramStore(locked, ('cpu',))
+  run(cache, engine, params)
+  assert cache.compilations == 1
+
+
+def test_a_file_that_does_not_load_is_lowered_as_the_caller_wants(
+  tmp_path, monkeypatch
+):
+  """In the caller's thread: JAX's settings are a thread's."""
+  seen = []
+
+  def function(engine, params, state):
+    seen.append(jax.config.jax_default_matmul_precision)
+    return state
+
+  class Store:
+    def path(self, *place):
+      return tmp_path / 'x'
+
+    def load(self, path):
+      return None
+
+    def save(self, path, program):
+      pass
+
+  cache = ProgramCache()
+  cache.store = Store()
+  with jax.default_matmul_precision('highest'):
+    cache.get_all([(function, 'a'), (function, 'b')], {}, jnp.float32(1))
+  assert seen == ['highest', 'highest']
 
 
 def test_foreign_code_is_not_stored(tmp_path):
@@ -216,8 +274,20 @@ def test_foreign_code_is_not_stored(tmp_path):
       registry._ENTRIES['tree_policy'].pop(name)
 
 
-def test_for_a_gpu_only_by_default(tmp_path):
-  assert key_of(ProgramStore(tmp_path), make_engine()) is None
+def test_for_a_gpu_only_by_default(tmp_path, monkeypatch):
+  store = ProgramStore(tmp_path)
+  for backend in ('cpu', 'gpu'):
+    monkeypatch.setattr(jax, 'default_backend', lambda name=backend: name)
+    assert (key_of(store, make_engine()) is None) == (backend == 'cpu')
+
+
+@pytest.mark.parametrize('policy', registry.names('tree_policy'))
+@pytest.mark.parametrize('drafter', registry.names('drafter'))
+def test_all_that_is_registered_here_is_stored(drafter, policy, tmp_path):
+  engine = make_engine(policy=policy)
+  create = registry.get('drafter', drafter).create
+  engine = dataclasses.replace(engine, drafter=create(CONFIG, 4))
+  assert key_of(ProgramStore(tmp_path, ('cpu',)), engine) is not None
 
 
 CHILD = """
@@ -240,12 +310,17 @@ print(store.path(decode_loop, engine, structure, (((1,), 'f4'),), None, True))
 """
 
 
-def test_not_beside_the_cache_of_jax(tmp_path):
+def test_not_beside_the_cache_of_jax(tmp_path, monkeypatch):
   """What comes from there cannot be stored again: it would be incomplete."""
   store = ProgramStore(tmp_path, ('cpu',))
-  assert key_of(store, make_engine()) is not None
-  jax.config.update('jax_enable_compilation_cache', True)
-  assert key_of(store, make_engine()) is None
+  before = jax.config.jax_compilation_cache_dir
+  jax.config.update('jax_compilation_cache_dir', str(tmp_path))
+  try:
+    assert key_of(store, make_engine()) is not None
+    jax.config.update('jax_enable_compilation_cache', True)
+    assert key_of(store, make_engine()) is None
+  finally:
+    jax.config.update('jax_compilation_cache_dir', before)
 
 
 def test_every_process_has_the_same_key(tmp_path):

@@ -22,7 +22,7 @@ from kdtree_jax.program_store import ProgramStore
 
 def compile_seconds(
   engine: Engine, params: Params, state: DecodeState
-) -> dict[str, float]:
+) -> dict[str, float | None]:
   """Of prefill and loop, tracing included, with nothing else compiling.
 
   Args:
@@ -31,18 +31,20 @@ def compile_seconds(
     state: likewise.
 
   Returns:
-    `cold`: from nothing; `warm`: where both are stored.
+    `cold`: from nothing, storing both; `warm`: where both are stored, None if
+    they could not be.
   """
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state)
   )
   with tempfile.TemporaryDirectory() as folder:
-    return {
-      name: _in_a_process(engine, *shapes, folder) for name in ('cold', 'warm')
-    }
+    cold, _ = _in_a_process(engine, *shapes, folder)
+    warm, compiled = _in_a_process(engine, *shapes, folder)
+  return {'cold': cold, 'warm': None if compiled else warm}
 
 
-def _in_a_process(*arguments: Any) -> float:
+def _in_a_process(*arguments: Any) -> tuple[float, int]:
+  """Seconds, and how many programs were compiled, not loaded."""
   context = multiprocessing.get_context('spawn')
   with concurrent.futures.ProcessPoolExecutor(
     1, context, initializer=_leave_memory
@@ -57,9 +59,9 @@ def _leave_memory() -> None:
 
 def _compile(
   engine: Engine, params: Params, state: DecodeState, folder: str
-) -> float:
+) -> tuple[float, int]:
   jax.config.update('jax_enable_compilation_cache', False)
   PROGRAMS.store = ProgramStore(folder, (jax.default_backend(),))
   begin = time.perf_counter()
   loop_programs(engine, params, state)
-  return time.perf_counter() - begin
+  return time.perf_counter() - begin, PROGRAMS.compilations

@@ -130,10 +130,11 @@ def _others(console: rich.console.Console, records) -> None:
       markup=False,
     )
   for r in _of(records, 'compile'):
+    warm = r['measured']['warm_seconds']
+    warm = 'cannot be stored' if warm is None else f'load in {warm:.1f} s'
     console.print(
       f'first-call compilation of generate at budget {r["tree_budget"]}: '
-      f'{r["measured"]["cold_seconds"]:.1f} s; from stored programs '
-      f'{r["measured"]["warm_seconds"]:.1f} s',
+      f'{r["measured"]["cold_seconds"]:.1f} s; its programs {warm}',
       highlight=False,
     )
   for r in _of(records, 'memory'):

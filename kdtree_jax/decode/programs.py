@@ -35,15 +35,18 @@ def compiler_options() -> dict[str, str] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Begun:
-  """A program that somebody has lowered; one of two ends must be called.
+  """A program that somebody makes; one of two ends must be reached.
 
   Attributes:
+    lower: lowers it, unless it was stored. By the caller's own thread, for
+      JAX's settings are a thread's.
     finish: compiles it, or waits for who does; the program, and whether it
-      had to compile.
-    give_up: tells who waits why there will be none.
-    own: whether it was lowered here.
+      was not there before.
+    give_up: tells who waits why there will be none, if there is none yet.
+    own: whether it is made here.
   """
 
+  lower: Callable[[], None]
   finish: Callable[[], tuple[Callable[..., Any], bool]]
   give_up: Callable[[BaseException], None]
   own: bool
@@ -125,6 +128,7 @@ class ProgramCache:
     """
     begin = time.perf_counter()
     begun = self._begin(function, engine, params, state, operands, donate)
+    begun.lower()
     program, compiled = begun.finish()
     return program, time.perf_counter() - begin if compiled else 0.0
 
@@ -150,29 +154,31 @@ class ProgramCache:
       The programs, and the seconds until all were there: 0 if all were before.
     """
     begin, begun = time.perf_counter(), []
+    # XLA compiles for a CPU on all cores as it is.
+    threads = 1 if jax.default_backend() == 'cpu' else len(calls)
     try:
       for function, engine, *operands in calls:
         begun.append(
           self._begin(function, engine, params, state, operands, donate)
         )
+      for each in begun:
+        each.lower()
+      with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        # Own ones first: nobody waits for somebody who waits.
+        order = sorted(range(len(begun)), key=lambda i: not begun[i].own)
+        found = pool.map(lambda i: begun[i].finish(), order)
+        found = dict(zip(order, found, strict=True))
     except BaseException as error:
-      for other in begun:  # Somebody may wait for it.
-        other.give_up(error)
+      for each in begun:  # Somebody may wait for it.
+        each.give_up(error)
       raise
-    # XLA compiles for a CPU on all cores as it is.
-    threads = 1 if jax.default_backend() == 'cpu' else len(calls)
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-      # Own ones first: nobody waits for somebody who waits.
-      order = sorted(range(len(begun)), key=lambda i: not begun[i].own)
-      found = pool.map(lambda i: begun[i].finish(), order)
-      found = dict(zip(order, found, strict=True))
     programs = [found[i][0] for i in range(len(begun))]
     if not any(compiled for _, compiled in found.values()):
       return programs, 0.0
     return programs, time.perf_counter() - begin
 
   def _begin(self, function, engine, params, state, operands, donate) -> _Begun:
-    """Lowers a program, if nobody has."""
+    """Takes a program on, if nobody has."""
     arrays = (params, state, *operands)
     leaves, structure = jax.tree.flatten(arrays)
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -186,12 +192,20 @@ class ProgramCache:
         if len(self._programs) > MAX_PROGRAMS:
           self._programs.popitem(last=False)
     if found is not None:
-      return _Begun(lambda: (found.result(), False), lambda error: None, False)
+      return _Begun(
+        lambda: None,
+        lambda: (found.result(), False),
+        lambda error: None,
+        own=False,
+      )
 
     def give_up(error: BaseException) -> None:
-      with self._lock:  # The next one who asks may try again.
-        self._programs.pop(key, None)
-      mine.set_exception(error)
+      with self._lock:
+        if mine.done():
+          return
+        if self._programs.get(key) is mine:  # The next one may try again.
+          del self._programs[key]
+        mine.set_exception(error)
 
     def attempt(step: Callable[[], Any]) -> Any:
       try:
@@ -200,39 +214,51 @@ class ProgramCache:
         give_up(error)
         raise
 
-    jitted = jax.jit(
-      function, static_argnums=0, donate_argnums=2 if donate else ()
-    )
-    store, path = self.store, None
-    if store is not None:
-      path = store.path(
-        function, engine, structure, shapes, compiler_options(), donate
-      )
+    options, store = compiler_options(), self.store
+    path, loading, lowered = None, None, None
+    if store is not None and _is_here(leaves):
+      place = (function, engine, structure, shapes, options, donate)
+      path = attempt(lambda: store.path(*place))
+    if path is not None:
+      # While others are lowered.
+      pool = concurrent.futures.ThreadPoolExecutor(1)
+      loading = pool.submit(store.load, path)
+      pool.shutdown(wait=False)
 
-    def lower():
-      return jitted.lower(engine, *arrays)
+    def lower() -> None:
+      nonlocal lowered
+      if loading is None or attempt(loading.result) is None:
+        jitted = jax.jit(
+          function, static_argnums=0, donate_argnums=2 if donate else ()
+        )
+        lowered = attempt(lambda: jitted.lower(engine, *arrays))
 
-    stored = path is not None and path.exists()
-    lowered = None if stored else attempt(lower)
-
-    def make():
-      program = store.load(path) if stored else None
-      if program is not None:
-        return program
-      made = lower() if lowered is None else lowered
-      program = made.compile(compiler_options=compiler_options())
+    def make() -> Callable[..., Any]:
+      if lowered is None:
+        return loading.result()
+      program = lowered.compile(compiler_options=options)
       if path is not None:
         store.save(path, program)
       with self._lock:
         self.compilations += 1
       return program
 
-    def finish():
+    def finish() -> tuple[Callable[..., Any], bool]:
       program = attempt(make)
       mine.set_result(program)
       return program, True
 
-    return _Begun(finish, give_up, True)
+    return _Begun(lower, finish, give_up, own=True)
+
+
+def _is_here(leaves: Sequence[Any]) -> bool:
+  """Whether all arrays are on the first device, whose programs are stored."""
+  here = {jax.devices()[0]}
+  return all(
+    leaf.sharding.device_set == here
+    for leaf in leaves
+    if isinstance(leaf, jax.Array)
+  )
 
 
 PROGRAMS = ProgramCache()

@@ -3,9 +3,11 @@
 import concurrent.futures
 import threading
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from kdtree_jax.decode import programs
 from kdtree_jax.decode.programs import ProgramCache
 
 PARAMS, STATE = {'w': jnp.float32(3)}, jnp.arange(4, dtype=jnp.float32)
@@ -63,6 +65,25 @@ def test_what_fails_leaves_nothing_unfinished():
       program, _ = asked.result(timeout=60)
       assert program(PARAMS, STATE).tolist() == [0, 3, 6, 9]
   assert cache.compilations == 1
+
+
+def test_what_does_not_compile_leaves_nothing_unfinished(monkeypatch):
+  """The first one fails while the second waits for its turn."""
+  cache, (times, plus) = ProgramCache(), recorded([])
+  calls = [(times, 'a'), (plus, 'a', jnp.float32(1))]
+
+  def wrong_options():
+    return {'no_such_option': 'true'}
+
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    for _ in range(5):
+      with monkeypatch.context() as patch:
+        patch.setattr(programs, 'compiler_options', wrong_options)
+        with pytest.raises(jax.errors.JaxRuntimeError, match='no_such_option'):
+          cache.get_all(calls, PARAMS, STATE)
+    asked = pool.submit(cache.get_all, calls, PARAMS, STATE)
+    asked.result(timeout=60)
+  assert cache.compilations == 2
 
 
 def test_two_that_want_the_same_in_opposite_order():

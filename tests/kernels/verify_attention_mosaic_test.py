@@ -191,7 +191,8 @@ def test_merge(splits, num_rows, multiprocessors, monkeypatch):
   """
   monkeypatch.setattr(merge, 'MULTIPROCESSORS', multiprocessors)
   rng = np.random.default_rng(splits)
-  part = rng.normal(size=(splits, 2, num_rows, R))
+  dim = R if splits <= merge.FEW_SPLITS else 3 * R
+  part = rng.normal(size=(splits, 2, num_rows, dim))
   lse = rng.normal(size=(splits, 2, num_rows)) * 8
   lse[0, 0, 0], lse[:, 1, 0], part[:, 1, 0] = -np.inf, -np.inf, 0
   used = np.int32([splits, rng.integers(1, splits)])

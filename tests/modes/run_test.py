@@ -248,3 +248,35 @@ def test_wrong_input_in_a_process_of_its_own():
   done = run('--max_new_tokens=0')
   assert (done.returncode, done.stdout.count('model: ')) == (2, 1)
   assert done.stderr.startswith('error: max_new_tokens=0')
+
+
+def test_where_compiled_programs_are_kept(tmp_path, monkeypatch):
+  """In the user's cache folder, but not by the mode that times compilation."""
+  monkeypatch.setattr(program.PROGRAMS, 'store', None)
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  monkeypatch.setattr(program, 'MODES', {name: _Mode for name in program.MODES})
+  for mode, kept in (('bench', False), ('generate', True)):
+    with flagsaver.flagsaver(mode=mode), pytest.raises(SystemExit) as stopped:
+      flags.FLAGS.unparse_flags()
+      program.main(program.parse_flags(['run.py', f'--mode={mode}']))
+    assert stopped.value.code == 0
+    assert (program.PROGRAMS.store is not None) == kept
+  assert program.program_store().folder == tmp_path / 'kdtree_jax'
+  monkeypatch.delenv('XDG_CACHE_HOME')
+  monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+  expected = tmp_path / 'home' / '.cache' / 'kdtree_jax'
+  assert program.program_store().folder == expected
+  before = program.jax.config.jax_enable_compilation_cache
+  program.jax.config.update('jax_enable_compilation_cache', False)
+  try:
+    assert program.program_store() is None
+  finally:
+    program.jax.config.update('jax_enable_compilation_cache', before)
+
+
+class _Mode:
+  FLAGS = ()
+
+  @staticmethod
+  def run(config):
+    return 0
