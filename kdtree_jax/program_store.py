@@ -29,6 +29,7 @@ import kdtree_jax
 import pallas_kernels
 from kdtree_jax import _imported, registry
 from kdtree_jax.decode.engine import Engine
+from kdtree_jax.decode.programs import Ingredients
 from kdtree_jax.io.files import write_atomically
 
 _PACKAGES = (kdtree_jax, pallas_kernels)
@@ -68,17 +69,9 @@ class ProgramStore:
     # meanwhile.
     self._sources = _sources()
 
-  def path(
-    self,
-    function: Callable[..., Any],
-    engine: Engine,
-    structure: Any,
-    shapes: tuple[tuple[tuple[int, ...], Any], ...],
-    options: dict[str, str] | None,
-    donate: bool,
-  ) -> pathlib.Path | None:
+  def path(self, made_of: Ingredients) -> pathlib.Path | None:
     """See `kdtree_jax.decode.programs.Store`, like all here."""
-    if self._sources is None or not _is_ours(function):
+    if self._sources is None or not _is_ours(made_of.function):
       return None
     if jax.default_backend() not in self._backends:
       return None
@@ -89,13 +82,13 @@ class ProgramStore:
       return None
     try:
       parts = (
-        _origin(function),
-        *_spell(engine),
-        *_spell_policy(engine),
-        str(structure),
-        str([(shape, str(dtype)) for shape, dtype in shapes]),
-        str(sorted((options or {}).items())),
-        str(donate),
+        _origin(made_of.function),
+        *_spell(made_of.engine),
+        *_spell_policy(made_of.engine),
+        str(made_of.structure),
+        str([(shape, str(dtype)) for shape, dtype in made_of.shapes]),
+        str(sorted((made_of.options or {}).items())),
+        str(made_of.donate),
         self._sources,
         *_surroundings(),
       )

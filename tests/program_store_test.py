@@ -17,7 +17,7 @@ from kdtree_jax import program_store, registry
 from kdtree_jax.config import DecodeConfig, load_config
 from kdtree_jax.decode import Engine, init_state
 from kdtree_jax.decode.generate import decode_loop, loop_programs
-from kdtree_jax.decode.programs import ProgramCache
+from kdtree_jax.decode.programs import Ingredients, ProgramCache
 from kdtree_jax.drafters.random import RandomDrafter
 from kdtree_jax.errors import UserError
 from kdtree_jax.model import init_params
@@ -66,9 +66,9 @@ def make_cache(folder):
   return cache
 
 
-def key_of(store, engine, function=decode_loop, shapes=(((1,), 'f4'),), **more):
-  fields = {'structure': '*', 'options': None, 'donate': True} | more
-  return store.path(function, engine, shapes=shapes, **fields)
+def key_of(store, engine, function=decode_loop, **changed):
+  made_of = Ingredients(function, engine, '*', (((1,), 'f4'),), None, True)
+  return store.path(made_of._replace(**changed))
 
 
 def run(cache, engine, params):
@@ -232,7 +232,7 @@ def test_a_file_that_does_not_load_is_lowered_as_the_caller_wants(
     return state
 
   class Store:
-    def path(self, *place):
+    def path(self, made_of):
       return tmp_path / 'x'
 
     def load(self, path):
@@ -296,6 +296,7 @@ import jax
 from kdtree_jax.config import DecodeConfig, load_config
 from kdtree_jax.decode import Engine
 from kdtree_jax.decode.generate import decode_loop
+from kdtree_jax.decode.programs import Ingredients
 from kdtree_jax.program_store import ProgramStore
 from kdtree_jax.benchmark.subject import random_drafter
 from kdtree_jax import api
@@ -306,7 +307,9 @@ decode = DecodeConfig(tree_budget=3, draft_depth=3, capacity=16)
 engine = Engine(target.config, drafter, decode)
 structure = jax.tree.structure(target.params)
 store = ProgramStore(sys.argv[1], ('cpu',))
-print(store.path(decode_loop, engine, structure, (((1,), 'f4'),), None, True))
+shapes = (((1,), 'f4'),)
+made_of = Ingredients(decode_loop, engine, structure, shapes, None, True)
+print(store.path(made_of))
 """
 
 

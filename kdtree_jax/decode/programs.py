@@ -7,7 +7,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -52,28 +52,31 @@ class _Begun:
   own: bool
 
 
+class Ingredients(NamedTuple):
+  """What a program is made of, its code aside.
+
+  Attributes:
+    function: what is compiled.
+    engine: its static argument.
+    structure: the tree of its other arguments.
+    shapes: shape and dtype of each of their leaves.
+    options: the compiler's.
+    donate: whether the state is.
+  """
+
+  function: Callable[..., Any]
+  engine: Engine
+  structure: Any
+  shapes: tuple[tuple[tuple[int, ...], Any], ...]
+  options: dict[str, str] | None
+  donate: bool
+
+
 class Store(Protocol):
   """Where programs outlive the process: see `program_store.ProgramStore`."""
 
-  def path(
-    self,
-    function: Callable[..., Any],
-    engine: Engine,
-    structure: Any,
-    shapes: tuple[tuple[tuple[int, ...], Any], ...],
-    options: dict[str, str] | None,
-    donate: bool,
-  ) -> pathlib.Path | None:
-    """Where a program is, or will be; None if it is not to be stored.
-
-    Args:
-      function: what is compiled.
-      engine: its static argument.
-      structure: the tree of its other arguments.
-      shapes: shape and dtype of each of their leaves.
-      options: the compiler's.
-      donate: whether the state is.
-    """
+  def path(self, made_of: Ingredients) -> pathlib.Path | None:
+    """Where a program is, or will be; None if it is not to be stored."""
 
   def load(self, path: pathlib.Path) -> Callable[..., Any] | None:
     """The program of a file; None if there is none that loads."""
@@ -217,8 +220,10 @@ class ProgramCache:
     options, store = compiler_options(), self.store
     path, loading, lowered = None, None, None
     if store is not None and _is_here(leaves):
-      place = (function, engine, structure, shapes, options, donate)
-      path = attempt(lambda: store.path(*place))
+      made_of = Ingredients(
+        function, engine, structure, shapes, options, donate
+      )
+      path = attempt(lambda: store.path(made_of))
     if path is not None:
       # While others are lowered.
       pool = concurrent.futures.ThreadPoolExecutor(1)
