@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +130,7 @@ def test_what_cannot_be_stored_still_runs(
   assert 'not this one' in caplog.text
 
 
-def test_the_last_used_are_kept(tmp_path, params, monkeypatch):
+def test_the_last_used_are_kept(tmp_path, monkeypatch):
   monkeypatch.setattr(program_store, 'MAX_FILES', 2)
   store = ProgramStore(tmp_path, ('cpu',))
   program = jax.jit(lambda x: x + 1).lower(jnp.float32(1)).compile()
@@ -211,9 +212,19 @@ def test_a_store_that_fails_hangs_nobody(tmp_path, params):
   """An unknown policy fails as often as it is asked for, not once."""
   cache = make_cache(tmp_path)
   engine = make_engine()
-  for _ in range(2):
+  refused = []
+
+  def ask():
     with pytest.raises(UserError, match='unknown tree_policy'):
       run(cache, make_engine(policy='none'), params)
+    refused.append(True)
+
+  for _ in range(2):
+    # Of a thread that hangs, pytest would wait for the end.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+  assert refused == [True, True]
   locked = tmp_path / 'locked'
   locked.write_text('a file, not a folder')
   cache.store = ProgramStore(locked, ('cpu',))
@@ -221,9 +232,7 @@ def test_a_store_that_fails_hangs_nobody(tmp_path, params):
   assert cache.compilations == 1
 
 
-def test_a_file_that_does_not_load_is_lowered_as_the_caller_wants(
-  tmp_path, monkeypatch
-):
+def test_a_file_that_does_not_load_is_lowered_as_the_caller_wants(tmp_path):
   """In the caller's thread: JAX's settings are a thread's."""
   seen = []
 
@@ -246,6 +255,23 @@ def test_a_file_that_does_not_load_is_lowered_as_the_caller_wants(
   with jax.default_matmul_precision('highest'):
     cache.get_all([(function, 'a'), (function, 'b')], {}, jnp.float32(1))
   assert seen == ['highest', 'highest']
+
+
+def test_arrays_elsewhere_have_programs_of_their_own(tmp_path, monkeypatch):
+  """A stored program is bound to the first device."""
+
+  class Store:
+    def path(self, made_of):
+      raise AssertionError('asked for a program of another device')
+
+  cache, state, here = ProgramCache(), jnp.float32(1), jax.devices()
+  cache.store = Store()
+  with monkeypatch.context() as patch:
+    patch.setattr(jax, 'devices', lambda: ['elsewhere', *here])
+    cache.get(other_function, 'a', {}, state)
+  assert cache.compilations == 1
+  with pytest.raises(AssertionError, match='another device'):
+    cache.get(other_function, 'b', {}, state)
 
 
 def test_foreign_code_is_not_stored(tmp_path):
@@ -313,7 +339,7 @@ print(store.path(made_of))
 """
 
 
-def test_not_beside_the_cache_of_jax(tmp_path, monkeypatch):
+def test_not_beside_the_cache_of_jax(tmp_path):
   """What comes from there cannot be stored again: it would be incomplete."""
   store = ProgramStore(tmp_path, ('cpu',))
   before = jax.config.jax_compilation_cache_dir

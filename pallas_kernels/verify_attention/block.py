@@ -420,7 +420,7 @@ def _value_warpgroup(block: Block, out, h: int | jax.Array) -> None:
   plgpu.wait_smem_to_gmem(0)
 
 
-def _starts(num_prefix, num_new, split, splits: int):
+def _starts(num_prefix, num_new, split, splits):
   """Where a split's tiles start: of the prefix, and of the new ones.
 
   In their common order the new tiles, which have a mask and take longer, lie

@@ -92,10 +92,14 @@ def test_end_to_end(tmp_path, monkeypatch, capsys):
     counted.append(PROGRAMS.compilations)
 
   monkeypatch.setattr(end_to_end, '_compile', compile_all)
+  monkeypatch.setattr(
+    compile_time, 'compile_seconds', lambda *_: {'cold': 1.5, 'warm': None}
+  )
   assert call(*sweep, *told) == 0
   # All programs were compiled side by side, none when it was their turn.
   assert counted == [PROGRAMS.compilations]
-  assert 'tokens equal' in capsys.readouterr().out
+  table = capsys.readouterr().out
+  assert 'tokens equal' in table and 'cannot be stored' in table
   check_end_to_end(*of(read(path), 'end_to_end'))
 
 
