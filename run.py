@@ -40,9 +40,9 @@ python run.py --mode=bench_acceptance --target=FILE --drafter=FILE --corpus=DIR
 python run.py --mode=inspect --target=FILE.kdtr
     Says what is in a bundle or a checkpoint folder.
 
-On a GPU compiled programs are kept in ~/.cache/kdtree_jax for the next time.
+Compiled programs are kept in ~/.cache/kdtree_jax, by JAX, for the next time.
 JAX_ENABLE_COMPILATION_CACHE=false keeps none, JAX_COMPILATION_CACHE_DIR=DIR
-takes JAX's own cache, which has to trace and lower first.
+keeps them elsewhere.
 """
 
 import dataclasses
@@ -57,11 +57,9 @@ from kdtree_jax import registry
 from kdtree_jax.api import WEIGHTS
 from kdtree_jax.config import config_names
 from kdtree_jax.decode.engine import KERNELS
-from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import MODES
 from kdtree_jax.modes.run_config import RunConfig
-from kdtree_jax.program_store import ProgramStore
 
 _STUBS = '|'.join(registry.names('drafter'))
 
@@ -379,16 +377,23 @@ def run_config() -> RunConfig:
   return RunConfig(**values)
 
 
-def program_store() -> ProgramStore | None:
-  """Where compiled programs are kept, unless somebody wants none."""
-  if not jax.config.jax_enable_compilation_cache:
-    return None
+def keep_compiled_programs() -> None:
+  """Turns JAX's cache on disk on, unless its own settings name a folder.
+
+  Where no folder can be made, nothing is kept.
+  """
+  if jax.config.jax_compilation_cache_dir is not None:
+    return
   caches = os.environ.get('XDG_CACHE_HOME')
   try:
-    caches = pathlib.Path(caches or pathlib.Path.home() / '.cache')
-  except RuntimeError:  # A user without a home.
-    return None
-  return ProgramStore(caches / 'kdtree_jax')
+    folder = pathlib.Path(caches or pathlib.Path.home() / '.cache')
+    folder = folder / 'kdtree_jax'
+    folder.mkdir(parents=True, exist_ok=True)
+  except (OSError, RuntimeError):  # Read-only, or a user without a home.
+    return
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+  # The default of a second forgets most of what a small model compiles.
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
 
 
 def main(argv: list[str]) -> None:
@@ -398,8 +403,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
   try:
     config = run_config()
-    if config.mode != 'bench':  # That one times the compilation.
-      PROGRAMS.store = program_store()
+    keep_compiled_programs()
     sys.exit(MODES[config.mode].run(config))
   except UserError as error:
     sys.exit(_fail(str(error)))

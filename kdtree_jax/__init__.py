@@ -1,6 +1,5 @@
 """DDTree speculative decoding for MLA+MoE language models, in JAX."""
 
-from kdtree_jax import _imported as _imported  # Before all others.
 from kdtree_jax.api import (
   LoadedDrafter,
   Target,

@@ -11,9 +11,11 @@ fresh prefill, and the acceptance of an oracle with full acceptance.
 
 import concurrent.futures
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,8 +23,8 @@ from jax import lax
 from kdtree_jax import api, generation
 from kdtree_jax.decode import DecodeState, Engine
 from kdtree_jax.decode import round as stages
+from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
 from kdtree_jax.decode.engine import Params
-from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.divergence import Divergence, Seen, judge
 from kdtree_jax.drafters.silent import SilentDrafter
 from kdtree_jax.errors import UserError
@@ -34,6 +36,9 @@ from kdtree_jax.errors import UserError
 TOLERANCE = {'float32': 1e-3, 'bfloat16': 0.1}
 TIMES_NOISE = 3
 NOISIEST = 0.25
+
+# Prefill and a round, being compiled.
+_Programs = Sequence[concurrent.futures.Future[jax.stages.Compiled]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,27 +116,27 @@ def audit(
     for each in (fields, longer)
   )
   oracle = api.load_drafter('oracle', target, drafter.block_size)
-  # An audit of a large model is mostly compilation, which threads share, and
-  # which does not wait for what AR will say.
-  with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    for which in (drafter, oracle):
-      pool.submit(_begin, target, which, prompt, fields, [prompt])
-    pool.submit(_begin, target, *_padding(target, drafter, prompt, fields))
-    ar = _observe(target, None, prompt, longer)
-    golden = [[*prompt, *ar.output_ids]]
-    ar = _first(ar, fields.max_new_tokens)
-    tested, known = (
-      pool.submit(_observe, target, which, prompt, fields, golden)
-      for which in (drafter, oracle)
-    )
-    padded = pool.submit(
-      _padded, target, drafter, prompt, fields, ar.output_ids
-    )
-    cache_error = _cache_error(target, prompt, ar, fields.kernels)
-    tested, known, padded = (x.result() for x in (tested, known, padded))
+  requests = [
+    _request(target, None, prompt, longer),
+    _request(target, drafter, prompt, fields, [prompt]),
+    _request(target, oracle, prompt, fields, [prompt]),
+    _padding(target, drafter, prompt, fields),
+  ]
+  # An audit of a large model is mostly compilation. What a drafter is told
+  # changes no shape, so that nothing waits for AR's output.
+  calls = [call for run in requests for call in _calls(run)]
+  programs = list(itertools.batched(start_compiling(calls), 2))
+  ar = _observe(requests[0], programs[0])
+  golden = [[*prompt, *ar.output_ids]]
+  ar = _first(ar, fields.max_new_tokens)
+  tested, known = (
+    _observe(_request(target, which, prompt, fields, golden), compiled)
+    for which, compiled in zip((drafter, oracle), programs[1:3], strict=True)
+  )
+  padded = _padded(requests[3], programs[3], ar.output_ids)
   errors = [
     _cache_error(target, prompt, seen, fields.kernels)
-    for seen in (tested, known)
+    for seen in (ar, tested, known)
   ]
   full = None
   if fields.tree_policy in ('best_first', 'chain'):
@@ -145,7 +150,7 @@ def audit(
     oracle_divergence=judge(target, prompt, ar, known, padded),
     oracle_acceptance_length=float(np.mean(known.accepted)),
     full_acceptance_length=full,
-    cache_error=float(np.max([cache_error, *errors])),
+    cache_error=float(np.max(errors)),
     cache_noise=_relative(padded.logits, ar.logits, target.dtype),
     context_error=context_error,
     context_noise=context_noise,
@@ -186,20 +191,17 @@ def _failures(report: AuditReport, dtype: str) -> list[str]:
 
 def _observed_round(engine: Engine, params: Params, state: DecodeState):
   """One round, and what the target saw along the committed path."""
-  logits = stages.draft(engine, params, state) if engine.drafter else None
-  tree = stages.build_tree(engine, state, logits)
-  verified = stages.verify(engine, params, state, tree)
-  acceptance = stages.accept_path(engine, state, tree, verified.tokens)
-  out = verified.out
-  state = stages.commit_path(engine, params, state, tree, out, acceptance)
+  state, trace = stages.decode_round(engine, params, state)
 
   def along_path(x):
-    return jnp.take_along_axis(x, acceptance.path[:, :, None], axis=1)[0]
+    path = trace.committed.path
+    return jnp.take_along_axis(x, path[:, :, None], axis=1)[0]
 
   routing = [
-    (along_path(layer.choice), along_path(layer.ids)) for layer in out.routing
+    (along_path(layer.choice), along_path(layer.ids))
+    for layer in trace.verified.out.routing
   ]
-  return state, along_path(verified.logits), routing
+  return state, along_path(trace.verified.logits), routing
 
 
 def _request(
@@ -214,24 +216,18 @@ def _request(
   return generation.prepare(target, drafter, [prompt], golden, fields)
 
 
-def _begin(*request: Any) -> tuple[Any, Any, Any]:
-  """A request's run, its prefill and its observed round, compiled."""
-  run = _request(*request)
-  engine = run.engine
-  calls = (stages.prefill, engine.for_prefill()), (_observed_round, engine)
-  (fill, step), _ = PROGRAMS.get_all(calls, run.params, run.state)
-  return run, fill, step
+def _calls(run: generation.Run) -> list[Call]:
+  """A run's prefill and its observed round."""
+  arguments = (run.params, run.state)
+  return [
+    Call(stages.prefill, run.engine.for_prefill(), *arguments),
+    Call(_observed_round, run.engine, *arguments),
+  ]
 
 
-def _observe(
-  target: api.Target,
-  drafter: api.LoadedDrafter | None,
-  prompt: list[int],
-  options: generation.GenerateOptions,
-  golden: list[list[int]] | None = None,
-) -> Seen:
+def _observe(run: generation.Run, programs: _Programs) -> Seen:
   """Decodes round by round and keeps the rows of committed tokens."""
-  run, fill, step = _begin(target, drafter, prompt, options, golden)
+  fill, step = (program.result() for program in programs)
   state, rounds = fill(run.params, run.state), []
   while not bool(state.done.all()):
     state, logits, routing = step(run.params, state)
@@ -244,29 +240,27 @@ def _padding(
   drafter: api.LoadedDrafter,
   prompt: list[int],
   options: generation.GenerateOptions,
-) -> tuple[api.LoadedDrafter, list[int], generation.GenerateOptions]:
-  """A request of the tree's N rows, all but the root padding."""
+) -> generation.Run:
+  """A run of the tree's N rows, all but the root padding."""
   silent = SilentDrafter(target.config.vocab_size, drafter.block_size)
   options = dataclasses.replace(
     options, tree_policy='best_first', chain_seed=False
   )
-  return api.LoadedDrafter('silent', silent, {}), prompt, options
+  drafter = api.LoadedDrafter('silent', silent, {})
+  return _request(target, drafter, prompt, options)
 
 
 def _padded(
-  target: api.Target,
-  drafter: api.LoadedDrafter,
-  prompt: list[int],
-  options: generation.GenerateOptions,
-  output_ids: list[int],
+  run: generation.Run, programs: _Programs, output_ids: list[int]
 ) -> Seen:
-  """AR at the tree's N rows, told what to say."""
-  run, fill, step = _begin(target, *_padding(target, drafter, prompt, options))
+  """AR at the tree's N rows, with these output tokens in place of its own."""
+  fill, step = (program.result() for program in programs)
   state, rounds = fill(run.params, run.state), []
-  told = jnp.asarray(output_ids, jnp.int32)[None]
+  start = (0, int(state.prompt_length[0]))
+  given = jnp.asarray(output_ids, jnp.int32)[None]
   while not bool(state.done.all()):
     state = state.replace(
-      tokens=lax.dynamic_update_slice(state.tokens, told, (0, len(prompt)))
+      tokens=lax.dynamic_update_slice(state.tokens, given, start)
     )
     state, logits, routing = step(run.params, state)
     rounds.append(_rows(logits, routing, 1))
@@ -382,26 +376,43 @@ def _context_error(
   if drafter.drafter.needs_golden:
     golden = [np.asarray(state.tokens[0, : len(text) + 1]).tolist()]
 
-  def drafted(chunk: int, decoded: DecodeState | None = None) -> np.ndarray:
-    changed = dataclasses.replace(options, prefill_chunk=chunk)
-    run = _request(target, drafter, text, changed, golden)
-    engine = run.engine
-    calls = (stages.prefill, engine.for_prefill()), (stages.draft, engine)
-    (fill, draft), _ = PROGRAMS.get_all(calls, run.params, run.state)
-    if decoded is None:
-      decoded = fill(run.params, run.state)
-      # Prefill may have chosen another root at a near-tie.
-      tokens = decoded.tokens.at[0, len(text)].set(root)
-      decoded = decoded.replace(tokens=tokens)
-    logits = np.asarray(draft(run.params, decoded)[0])
-    return np.where(np.isneginf(logits), 0, logits)
-
   chunk = options.prefill_chunk
   half = max(1, min(chunk, len(text)) // 2)
-  with concurrent.futures.ThreadPoolExecutor() as pool:
-    wanted, *others = pool.map(
-      drafted, (chunk, chunk, half), (None, state, None)
+  runs = [
+    _request(
+      target,
+      drafter,
+      text,
+      dataclasses.replace(options, prefill_chunk=size),
+      golden,
     )
+    for size in (chunk, half)
+  ]
+  (fill, draft, fill_half, draft_half), _ = compile_all(
+    [
+      Call(function, engine, run.params, run.state)
+      for run in runs
+      for function, engine in (
+        (stages.prefill, run.engine.for_prefill()),
+        (stages.draft, run.engine),
+      )
+    ]
+  )
+
+  def filled(run: generation.Run, fill: jax.stages.Compiled) -> DecodeState:
+    fresh = fill(run.params, run.state)
+    # Prefill may have chosen another root at a near-tie.
+    return fresh.replace(tokens=fresh.tokens.at[0, len(text)].set(root))
+
+  drafts = (
+    draft(runs[0].params, filled(runs[0], fill)),
+    draft(runs[0].params, state),
+    draft_half(runs[1].params, filled(runs[1], fill_half)),
+  )
+  wanted, *others = (
+    np.where(np.isneginf(logits), 0, logits)
+    for logits in (np.asarray(drafted[0]) for drafted in drafts)
+  )
   scale = np.abs(wanted).max(initial=1e-30)
   error, noise = (np.abs(x - wanted).max(initial=0) / scale for x in others)
   return float(error), float(noise)

@@ -21,8 +21,7 @@ from kdtree_jax.decode import (
   init_state,
 )
 from kdtree_jax.decode import generate as drivers
-from kdtree_jax.decode.forced import forced
-from kdtree_jax.decode.programs import PROGRAMS
+from kdtree_jax.decode.compilation import Call, compile_all
 from kdtree_jax.decode.round import RoundTrace
 from kdtree_jax.decode.state import (
   check_prompt,
@@ -175,8 +174,8 @@ def force(
   if min(len(text) for text in texts) < least:
     raise UserError(f'a text to follow has fewer than {least} tokens')
   text = golden_params(run.engine, texts)['golden']
-  steps = forced(run.engine, run.params, run.state, text)
-  state, seconds, (along, own) = _collect(steps, len(texts), 2)
+  steps = drivers.traced(run.engine, run.params, run.state, text)
+  state, seconds, along, own = _collect(steps, len(texts))
   results = []
   for row, (by_text, by_target) in enumerate(zip(along, own, strict=True)):
     count = run.options.max_new_tokens
@@ -253,11 +252,8 @@ def _recorded(run: Run) -> list[GenerateResult]:
   """Drives round by round and keeps the trees; times include the host."""
   operands = (run.engine, run.params, run.state)
   compiled = drivers.traced_programs(*operands)[2]
-  steps = (
-    (state, None if trace is None else (trace,))
-    for state, trace in drivers.traced(*operands)
-  )
-  state, seconds, (rounds,) = _collect(steps, len(run.state.done), 1)
+  steps = drivers.traced(*operands)
+  state, seconds, rounds, _ = _collect(steps, len(run.state.done))
   seconds = seconds._replace(compile=compiled)
   count = run.options.max_new_tokens
   return [
@@ -266,35 +262,41 @@ def _recorded(run: Run) -> list[GenerateResult]:
   ]
 
 
+_Rounds = list[list[RoundRecord]]
+
+
 def _collect(
-  steps: Iterable[tuple[DecodeState, Sequence[RoundTrace] | None]],
+  steps: Iterable[tuple[DecodeState, RoundTrace | None]],
   batch: int,
-  kinds: int,
-) -> tuple[DecodeState, drivers.Seconds, list[list[list[RoundRecord]]]]:
-  """Drives to the end: the last state, times, and rounds of kind and row.
+) -> tuple[DecodeState, drivers.Seconds, _Rounds, _Rounds]:
+  """Drives to the end.
 
   Args:
-    steps: states, the first after prefill and without traces.
+    steps: states, the first after prefill and without a trace.
     batch: B.
-    kinds: traces a step.
+
+  Returns:
+    The last state, the times, and for every row the rounds with the walk that
+    was committed and those with the walk along the target's own tokens.
   """
-  rounds = [[[] for _ in range(batch)] for _ in range(kinds)]
+  committed, own = ([[] for _ in range(batch)] for _ in range(2))
   active = np.zeros(batch, np.bool_)
   begin = time.perf_counter()
-  for state, traces in steps:
-    if traces is None:
+  for state, trace in steps:
+    if trace is None:
       middle = time.perf_counter()
     else:
-      for kind, trace in zip(rounds, traces, strict=True):
-        # Once for all rows, and without the largest array.
-        tree = trace.tree.replace(ancestors=())
-        trace = jax.device_get(trace._replace(tree=tree))
-        for row in np.flatnonzero(active):
-          kind[row].append(RoundRecord.of(trace, row))
+      # Once for all rows, and without the largest array.
+      tree = trace.tree.replace(ancestors=())
+      trace = jax.device_get(trace._replace(tree=tree))
+      for row in np.flatnonzero(active):
+        committed[row].append(RoundRecord.of(trace.tree, trace.committed, row))
+        own[row].append(RoundRecord.of(trace.tree, trace.acceptance, row))
     # A copy: the next step consumes the state.
     active = ~np.array(state.done)
   end = time.perf_counter()
-  return state, drivers.Seconds(middle - begin, end - middle, 0.0), rounds
+  seconds = drivers.Seconds(middle - begin, end - middle, 0.0)
+  return state, seconds, committed, own
 
 
 def make_engine(
@@ -401,7 +403,8 @@ def forward_logits(
   engine = Engine(target.config, None, decode)
   state = init_state(engine, [ids], [1], (), target.dtype)
   params = {'target': target.params, 'drafter': {}}
-  program, _ = PROGRAMS.get(drivers.forward_logits, engine, params, state)
+  call = Call(drivers.forward_logits, engine, params, state)
+  (program,), _ = compile_all([call])
   return np.asarray(program(params, state)[: len(ids)])
 
 

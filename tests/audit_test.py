@@ -12,7 +12,6 @@ from kdtree_jax import api, divergence
 from kdtree_jax import audit as audits
 from kdtree_jax.audit import audit
 from kdtree_jax.decode import round as stages
-from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import audit as mode
 from kdtree_jax.modes.run_config import RunConfig
@@ -36,12 +35,10 @@ def planted(monkeypatch):
 
   def plant(name, replacement):
     monkeypatch.setattr(stages, name, replacement)
-    PROGRAMS.clear()
     jax.clear_caches()
 
   yield plant
   monkeypatch.undo()
-  PROGRAMS.clear()
   jax.clear_caches()
 
 

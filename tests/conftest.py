@@ -28,8 +28,6 @@ import itertools  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from kdtree_jax.decode.programs import PROGRAMS  # noqa: E402
-
 # A compiled program holds some hundred memory maps, of which Linux allows a
 # process 65530: a worker that compiled the whole matrix crashed at the limit.
 MAPS_AT_ONCE = 35_000
@@ -49,6 +47,5 @@ def few_programs():
   if next(_tests) % TESTS_BETWEEN or not MAPS.exists():
     return
   if MAPS.read_bytes().count(b'\n') > MAPS_AT_ONCE:
-    PROGRAMS.clear()
     jax.clear_caches()
     gc.collect()

@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 
+import jax
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -76,3 +77,20 @@ def prompt_of(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
 def relative_error(actual: np.ndarray, wanted: np.ndarray) -> float:
   """Largest difference over the largest magnitude wanted."""
   return float(np.abs(actual - wanted).max() / np.abs(wanted).max())
+
+
+_COMPILED: list[str] = []
+
+
+def _count(event: str, seconds: float, **_: object) -> None:
+  del seconds
+  if event == '/jax/core/compile/backend_compile_duration':
+    _COMPILED.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def compilations() -> int:
+  """Programs that JAX has compiled, or loaded from disk, in this process."""
+  return len(_COMPILED)

@@ -1,8 +1,7 @@
 """Whole runs: AR against DDTree with a drafter whose acceptance is set."""
 
-import concurrent.futures
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,8 @@ from kdtree_jax import generation
 from kdtree_jax.api import LoadedDrafter
 from kdtree_jax.benchmark.priced import PricedDrafter
 from kdtree_jax.benchmark.subject import Subject
-from kdtree_jax.decode.generate import loop_programs
+from kdtree_jax.decode.compilation import compile_all
+from kdtree_jax.decode.generate import loop_calls
 from kdtree_jax.drafters.base import StubDrafter
 from kdtree_jax.drafters.hit_rate import HitRateDrafter
 from kdtree_jax.drafters.oracle import OracleDrafter
@@ -72,12 +72,19 @@ def end_to_end(
   )
   progress(f'compiling {1 + len(cases)} loops')
   asked = [(_priced(subject, *case, prompt), case[1]) for case in cases]
-  _compile(
+  runs = [
     generation.prepare(target, drafter, [prompt], None, options | more)
     for drafter, more in (
       (None, {}),
       *((drafter, {'tree_budget': budget}) for drafter, budget in asked),
     )
+  ]
+  compile_all(
+    [
+      call
+      for run in runs
+      for call in loop_calls(run.engine, run.params, run.state)
+    ]
   )
   progress('decoding by AR')
   ar = decode(None, max_new_tokens=known)
@@ -139,16 +146,6 @@ def revised(
       return told, revision
     told = wrote
   return told, MAX_REVISIONS
-
-
-def _compile(runs: Iterable[generation.Run]) -> None:
-  """What the runs need, side by side."""
-  runs = list(runs)
-  with concurrent.futures.ThreadPoolExecutor(len(runs)) as pool:
-    for _ in pool.map(
-      lambda run: loop_programs(run.engine, run.params, run.state), runs
-    ):
-      pass
 
 
 def _name(stub: StubDrafter) -> str:

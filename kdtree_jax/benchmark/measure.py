@@ -15,12 +15,10 @@ import numpy as np
 from kdtree_jax.benchmark import machine, stages, traffic
 from kdtree_jax.benchmark.subject import Subject
 from kdtree_jax.decode import DecodeState, Engine, init_state
+from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
 from kdtree_jax.decode.generate import decode_loop
-from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.decode.round import prefill
 from kdtree_jax.decode.state import empty_stats
-
-COMPILING_THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +83,6 @@ class Workbench:
     self.subject = subject
     self.effort = effort
     self.loop_seconds = loop_seconds
-    self._programs: dict[Any, Any] = {}
     engine = subject.engine(0)
     dtype = subject.target.dtype
     state = init_state(engine, [[0]], [1], (), dtype)
@@ -137,16 +134,13 @@ class Workbench:
       drafter_state = self._state.drafter_state
     self._state = state.replace(drafter_state=drafter_state)
 
-  def program(
+  def call(
     self, function: Callable[..., Any], engine: Engine, *operands: Any
-  ) -> tuple[Callable[..., Any], float]:
-    """The compiled program and the seconds that compiling took.
+  ) -> Call:
+    """A program on this state.
 
     It consumes its state unless it is a loop over a stage that only reads it.
     """
-    key = (function, engine)
-    if key in self._programs:
-      return self._programs[key]
     state = jax.eval_shape(lambda: self.state(engine, 1, 1))
     donate = function not in (
       stages.draft_loop,
@@ -154,19 +148,24 @@ class Workbench:
       stages.accept_loop,
     )
     params = self.subject.params(engine)
-    self._programs[key] = PROGRAMS.get(
-      function, engine, params, state, *operands, donate=donate
-    )
-    return self._programs[key]
+    return Call(function, engine, params, state, operands, donate)
 
-  def compile_stages(self, engine: Engine) -> None:
+  def program(
+    self, function: Callable[..., Any], engine: Engine, *operands: Any
+  ) -> jax.stages.Compiled:
+    """The compiled program of a call."""
+    (program,), _ = compile_all([self.call(function, engine, *operands)])
+    return program
+
+  def stage_calls(self, engine: Engine) -> list[Call]:
     """The loops over single stages, by the shapes they hand on."""
     params = self.subject.params(engine)
     state = jax.eval_shape(lambda: self.state(engine, 1, 1))
     count = jax.ShapeDtypeStruct((), jnp.int32)
+    calls = []
 
     def shapes(function, *operands):
-      self.program(function, engine, count, *operands)
+      calls.append(self.call(function, engine, count, *operands))
       call = functools.partial(function, engine)
       return jax.eval_shape(call, params, state, count, *operands)
 
@@ -176,7 +175,8 @@ class Workbench:
     out = jax.eval_shape(
       lambda s, t: stages.forward_output(engine, s, t), state, tree
     )
-    self.program(stages.commit_loop, engine, count, tree, out, acceptance)
+    shapes(stages.commit_loop, tree, out, acceptance)
+    return calls
 
   def decode(
     self, program: Callable[..., Any], engine: Engine, context: int, count: int
@@ -195,7 +195,7 @@ class Workbench:
 
     A long run less a short one, so that what a call costs drops out.
     """
-    program, _ = self.program(decode_loop, engine)
+    program = self.program(decode_loop, engine)
     self.decode(program, engine, context, self.effort.rounds[0])
     values, taken = [], []
     for _ in range(self.effort.repetitions):
@@ -211,7 +211,7 @@ class Workbench:
   def prefill(self, engine: Engine, context: int) -> tuple[Timing, int]:
     """Seconds for the last `prefill_chunk` tokens of a context, or all."""
     count = min(context, self.subject.prefill_chunk)
-    program, _ = self.program(prefill, engine.for_prefill())
+    program = self.program(prefill, engine.for_prefill())
     values = []
     for _ in range(1 + self.effort.repetitions):
       state = self.state(engine.for_prefill(), context, 1, count)
@@ -225,7 +225,7 @@ class Workbench:
 
   def routed(self, engine: Engine, context: int) -> list[np.ndarray]:
     """Expert ids of a few successive rounds, `[layers, N, K]` each."""
-    program, _ = self.program(stages.routed_round, engine)
+    program = self.program(stages.routed_round, engine)
     state = self.state(engine, context, self.subject.room)
     found = []
     for _ in range(self.effort.routed_rounds):
@@ -263,7 +263,7 @@ class Workbench:
     """Seconds a call, the loop's own cost taken off, and the last result."""
     calls = self.effort.calls
     counts = [jnp.int32(count) for count in calls]
-    program, _ = self.program(function, engine, counts[0], *operands)
+    program = self.program(function, engine, counts[0], *operands)
     params, values = self.subject.params(engine), []
     for _ in range(1 + self.effort.repetitions):
       taken = []
@@ -301,8 +301,8 @@ def compile_sweep(
   engines: Sequence[Engine],
   largest: Engine,
   done: Callable[[str], None],
-) -> dict[Engine, float | str]:
-  """Compiles the loops of all engines and the routed round, in threads.
+) -> dict[Engine, str]:
+  """Compiles the loops of all engines and the routed round, side by side.
 
   Args:
     bench: that they will run on.
@@ -311,37 +311,37 @@ def compile_sweep(
     done: called with a word about each program.
 
   Returns:
-    Seconds of each loop, beside the others; why, where one does not compile.
-    It must not hide what the others reach.
+    Why, for each engine one of whose programs does not compile. It must not
+    hide what the others reach.
   """
-
-  def compile_engine(engine: Engine) -> float | str:
-    try:
-      if engine.drafter:
-        bench.compile_stages(engine)
-      return bench.program(decode_loop, engine)[1]
-    except jax.errors.JaxRuntimeError as error:
-      return ' '.join(str(error).split())[:500]
-
-  with concurrent.futures.ThreadPoolExecutor(COMPILING_THREADS) as pool:
-    shared = [
-      pool.submit(bench.program, stages.routed_round, largest),
-      pool.submit(bench.program, prefill, largest.for_prefill()),
-    ]
-    loops = {pool.submit(compile_engine, engine): engine for engine in engines}
-    futures = [*shared, *loops]
-    for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
+  calls = [
+    bench.call(stages.routed_round, largest),
+    bench.call(prefill, largest.for_prefill()),
+  ]
+  owners: list[Engine | None] = [None, None]
+  for engine in engines:
+    own = [bench.call(decode_loop, engine)]
+    if engine.drafter:
+      own += bench.stage_calls(engine)
+    calls += own
+    owners += [engine] * len(own)
+  futures = dict(zip(start_compiling(calls), owners, strict=True))
+  failures = {}
+  for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
+    engine, error = futures[future], future.exception()
+    if engine is None or not isinstance(error, jax.errors.JaxRuntimeError):
       future.result()
-      done(f'compiled {count} of {len(futures)}')
-  return {engine: future.result() for future, engine in loops.items()}
+    else:
+      failures[engine] = ' '.join(str(error).split())[:500]
+    done(f'compiled {count} of {len(futures)}')
+  return failures
 
 
 def temporary_bytes(
   bench: Workbench, function: Callable[..., Any], engine: Engine
 ) -> int | None:
   """What a program needs beside its arguments, by XLA's account."""
-  program, _ = bench.program(function, engine)
-  found = program.memory_analysis()
+  found = bench.program(function, engine).memory_analysis()
   if found is None:
     return None
   new = found.output_size_in_bytes - found.alias_size_in_bytes

@@ -116,14 +116,8 @@ def routed_round(
   A tree of a smaller budget is its first nodes, and a node's routing depends
   on its ancestors alone: the largest budget answers for all. Consumes `state`.
   """
-  drafted = stages.draft(engine, params, state)
-  tree = stages.build_tree(engine, state, drafted)
-  verified = stages.verify(engine, params, state, tree)
-  acceptance = stages.accept_path(engine, state, tree, verified.tokens)
-  routing = verified.out.routing
-  state = stages.commit_path(
-    engine, params, state, tree, verified.out, acceptance
-  )
+  state, trace = stages.decode_round(engine, params, state)
+  tree, routing = trace.tree, trace.verified.out.routing
   chosen = engine.config.num_experts_per_tok
   if not routing:
     return state, jnp.zeros((0, tree.tokens.shape[1], chosen), jnp.int32)

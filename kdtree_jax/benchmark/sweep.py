@@ -77,10 +77,9 @@ class Sweep:
       },
     }
     self.progress('compiling the others')
-    compiled = measure.compile_sweep(
+    failed = measure.compile_sweep(
       self.bench, list(engine_of.values()), largest, self.progress
     )
-    failed = {e: why for e, why in compiled.items() if isinstance(why, str)}
     for engine, reason in failed.items():
       yield {
         'kind': 'failure',
@@ -88,7 +87,7 @@ class Sweep:
         'reason': reason,
       }
     steps = [s for s in steps if engine_of[s.tree_budget] not in failed]
-    yield from self._steps(steps, engine_of, largest, compiled)
+    yield from self._steps(steps, engine_of, largest)
     yield self._memory([e for e in engine_of.values() if e not in failed])
 
   def _steps(
@@ -96,7 +95,6 @@ class Sweep:
     steps: Sequence[Step],
     engine_of: dict[int | None, Engine],
     largest: Engine,
-    compiled: dict[Engine, float],
   ) -> Iterator[dict[str, Any]]:
     routed, trees = {}, {}
     for step in steps:
@@ -118,7 +116,6 @@ class Sweep:
         'stages_us': {name: s * 1e6 for name, s in stages.items()},
         'unique_experts': mean,
         'unique_experts_by_layer': touched,
-        'compile_seconds_beside_others': compiled[engine],
         'temporary_bytes': measure.temporary_bytes(
           self.bench, decode_loop, engine
         ),

@@ -4,8 +4,6 @@ from kdtree_jax.decode.engine import Engine
 from kdtree_jax.decode.generate import (
   GenerateResult,
   RoundRecord,
-  StageTimes,
-  profile,
   stream,
 )
 from kdtree_jax.decode.sampling import SamplingConfig
@@ -18,8 +16,6 @@ __all__ = (
   'RoundRecord',
   'RoundStats',
   'SamplingConfig',
-  'StageTimes',
   'init_state',
-  'profile',
   'stream',
 )

@@ -1,9 +1,9 @@
-"""Three drivers of one round: a compiled loop, a generator, a stopwatch."""
+"""Drivers of one round: a compiled loop, and generators over its steps."""
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ import numpy as np
 from jax import lax
 
 from kdtree_jax.decode import round as stages
+from kdtree_jax.decode.compilation import Call, compile_all
 from kdtree_jax.decode.engine import Engine, Params
-from kdtree_jax.decode.programs import PROGRAMS, Call
 from kdtree_jax.decode.round import RoundTrace, decode_round, prefill
 from kdtree_jax.decode.state import DecodeState
+from kdtree_jax.tree import Acceptance, DraftTree
 
 
 class Seconds(NamedTuple):
@@ -52,16 +53,39 @@ def generate(
   return state, Seconds(middle - begin, end - middle, compiled)
 
 
-def loop_programs(engine: Engine, params: Params, state: DecodeState):
+def loop_programs(
+  engine: Engine, params: Params, state: DecodeState
+) -> tuple[jax.stages.Compiled, jax.stages.Compiled, float]:
   """Prefill and `decode_loop`, compiled, and the seconds that took."""
-  return with_prefill((decode_loop, engine), params, state)
+  return _compiled(loop_calls(engine, params, state))
 
 
-def with_prefill(call: Call, params: Params, state: DecodeState):
-  """Prefill and the program of a call that go together, and the seconds."""
-  fill = (prefill, call[1].for_prefill())
-  programs, seconds = PROGRAMS.get_all([fill, call], params, state, donate=True)
-  return *programs, seconds
+def loop_calls(
+  engine: Engine, params: Params, state: DecodeState
+) -> list[Call]:
+  """What `generate` compiles."""
+  return _with_prefill(decode_loop, engine, params, state)
+
+
+def _with_prefill(
+  function: Callable[..., Any],
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  *operands: jax.Array,
+) -> list[Call]:
+  """Prefill and another program; both consume the state."""
+  return [
+    Call(prefill, engine.for_prefill(), params, state, donate=True),
+    Call(function, engine, params, state, operands, donate=True),
+  ]
+
+
+def _compiled(
+  calls: list[Call],
+) -> tuple[jax.stages.Compiled, jax.stages.Compiled, float]:
+  (fill, program), seconds = compile_all(calls)
+  return fill, program, seconds
 
 
 def decode_rounds(
@@ -103,84 +127,54 @@ def stream(
 def stream_programs(engine: Engine, params: Params, state: DecodeState):
   """Prefill and `decode_rounds`, compiled, and the seconds that took."""
   count = jnp.zeros((), jnp.int32)
-  return with_prefill((decode_rounds, engine, count), params, state)
+  return _compiled(_with_prefill(decode_rounds, engine, params, state, count))
+
+
+def traced_round(
+  engine: Engine, params: Params, state: DecodeState, *text: jax.Array
+) -> tuple[DecodeState, RoundTrace]:
+  """`decode_round` without the target's logits and rows, which are large."""
+  state, trace = decode_round(engine, params, state, *text)
+  return state, trace._replace(verified=None)
 
 
 def traced(
-  engine: Engine, params: Params, state: DecodeState
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  text: jax.Array | None = None,
 ) -> Iterator[tuple[DecodeState, RoundTrace | None]]:
-  """Like `stream`, a round a step, with what each round saw.
+  """Yields like `stream`, a round a step, with each round's trace.
 
-  The first item is the state after prefill, without a trace.
+  The first item is the state after prefill, without a trace. With a text
+  `[B, T]`, -1 after its end, every round commits what the text has there
+  (teacher forcing), so that every draft follows real text.
   """
-  fill, step, _ = traced_programs(engine, params, state)
+  fill, step, _ = traced_programs(engine, params, state, text)
   state = jax.block_until_ready(fill(params, state))
+  operands = () if text is None else (text,)
+  if text is not None:
+    # The first root is a token of the text, not the target's choice.
+    slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
+    at_root = slots == state.prompt_length[:, None]
+    state = state.replace(tokens=jnp.where(at_root, text, state.tokens))
   yield state, None
   while not bool(state.done.all()):
-    state, trace = step(params, state)
+    state, trace = step(params, state, *operands)
     yield state, trace
 
 
-def traced_programs(engine: Engine, params: Params, state: DecodeState):
-  """Prefill and `decode_round`, compiled, and the seconds that took."""
-  return with_prefill((decode_round, engine), params, state)
-
-
-@dataclasses.dataclass(frozen=True)
-class StageTimes:
-  """Seconds of each stage, `[rounds]` each; every stage is synchronised.
-
-  Their sum exceeds a round of the compiled loop, which waits for nothing.
-  """
-
-  draft: np.ndarray
-  tree_build: np.ndarray
-  verify: np.ndarray
-  accept: np.ndarray
-  commit: np.ndarray
-
-
-def profile(
-  engine: Engine, params: Params, state: DecodeState
-) -> tuple[DecodeState, StageTimes]:
-  """Runs each stage as a program of its own and times it."""
-  fill, _ = PROGRAMS.get(prefill, engine.for_prefill(), params, state)
-  state = fill(params, state)
-  times: dict[str, list[float]] = {
-    field.name: [] for field in dataclasses.fields(StageTimes)
-  }
-
-  def timed(name, function, *operands):
-    program, _ = PROGRAMS.get(function, engine, params, state, *operands)
-    begin = time.perf_counter()
-    result = jax.block_until_ready(program(params, state, *operands))
-    times[name].append(time.perf_counter() - begin)
-    return result
-
-  while not bool(state.done.all()):
-    logits = None
-    if engine.drafter is not None:
-      logits = timed('draft', stages.draft)
-    tree = timed('tree_build', _build_tree, logits)
-    tokens, out = timed('verify', _verify, tree)
-    acceptance = timed('accept', _accept_path, tree, tokens)
-    state = timed('commit', stages.commit_path, tree, out, acceptance)
-  return state, StageTimes(**{k: np.array(v) for k, v in times.items()})
-
-
-def _build_tree(engine, params, state, logits):
-  del params
-  return stages.build_tree(engine, state, logits)
-
-
-def _verify(engine, params, state, tree):
-  verified = stages.verify(engine, params, state, tree)
-  return verified.tokens, verified.out
-
-
-def _accept_path(engine, params, state, tree, target_tokens):
-  del params
-  return stages.accept_path(engine, state, tree, target_tokens)
+def traced_programs(
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  text: jax.Array | None = None,
+):
+  """Prefill and `traced_round`, compiled, and the seconds that took."""
+  operands = () if text is None else (text,)
+  return _compiled(
+    _with_prefill(traced_round, engine, params, state, *operands)
+  )
 
 
 def forward_logits(
@@ -227,8 +221,13 @@ class RoundRecord:
   accepted_indices: list[int]
 
   @classmethod
-  def of(cls, trace: RoundTrace, row: int) -> 'RoundRecord':
-    tree, acceptance = jax.tree.map(lambda x: np.asarray(x[row]), trace)
+  def of(
+    cls, tree: DraftTree, acceptance: Acceptance, row: int
+  ) -> 'RoundRecord':
+    """Reads one row of a tree and of a walk along it."""
+    tree, acceptance = jax.tree.map(
+      lambda x: np.asarray(x[row]), (tree, acceptance)
+    )
     count = int(tree.num_nodes)
     length = int(acceptance.acceptance_length)
     return cls(

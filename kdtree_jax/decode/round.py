@@ -24,13 +24,6 @@ from kdtree_jax.tree import (
 )
 
 
-class RoundTrace(NamedTuple):
-  """What one round saw; dead code where a driver does not ask for it."""
-
-  tree: DraftTree
-  acceptance: Acceptance
-
-
 def draft(engine: Engine, params: Params, state: DecodeState) -> jax.Array:
   """The drafter's logits `[B, D, V]` for the positions after the root."""
   return engine.drafter.draft(
@@ -62,7 +55,7 @@ def build_tree(
 
 
 class Verified(NamedTuple):
-  """What the target says of a tree.
+  """The target's answer to a tree.
 
   Attributes:
     tokens: `[B, N]` int32, its own choice after every node.
@@ -200,10 +193,38 @@ def _record(
   )
 
 
+class RoundTrace(NamedTuple):
+  """What one round computed; dead code where a driver does not ask for it.
+
+  Attributes:
+    tree: the draft tree.
+    verified: the target's answer; None where a driver leaves it out.
+    acceptance: the walk along the target's own tokens.
+    committed: the walk that was committed: `acceptance`, or the one along a
+      given text.
+  """
+
+  tree: DraftTree
+  verified: Verified | None
+  acceptance: Acceptance
+  committed: Acceptance
+
+
 def decode_round(
-  engine: Engine, params: Params, state: DecodeState
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  text: jax.Array | None = None,
 ) -> tuple[DecodeState, RoundTrace]:
-  """One round: draft, build, verify, accept, commit."""
+  """One round: draft, build, verify, accept, commit.
+
+  Args:
+    engine: the static half.
+    params: parameters of target and drafter.
+    state: the sequences.
+    text: `[B, T]` int32, -1 after its end: commit tokens of this text where
+      the tree holds them, in place of the target's own (teacher forcing).
+  """
   with jax.named_scope('draft'):
     logits = draft(engine, params, state) if engine.drafter else None
   with jax.named_scope('tree_build'):
@@ -212,9 +233,23 @@ def decode_round(
     verified = verify(engine, params, state, tree)
   with jax.named_scope('accept'):
     acceptance = accept_path(engine, state, tree, verified.tokens)
+    committed = acceptance
+    if text is not None:
+      wanted = _following(text, state, tree)
+      committed = accept_path(engine, state, tree, wanted)
   with jax.named_scope('commit'):
-    state = commit_path(engine, params, state, tree, verified.out, acceptance)
-  return state, RoundTrace(tree, acceptance)
+    state = commit_path(engine, params, state, tree, verified.out, committed)
+  return state, RoundTrace(tree, verified, acceptance, committed)
+
+
+def _following(
+  text: jax.Array, state: DecodeState, tree: DraftTree
+) -> jax.Array:
+  """`[B, N]` int32: the text's token after every node, -1 after its end."""
+  after = state.length[:, None] + tree.depths + 1
+  last = text.shape[1] - 1
+  wanted = jnp.take_along_axis(text, jnp.minimum(after, last), axis=1)
+  return jnp.where(after <= last, wanted, -1)
 
 
 def prefill(engine: Engine, params: Params, state: DecodeState) -> DecodeState:

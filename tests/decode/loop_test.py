@@ -10,10 +10,10 @@ import pytest
 
 from kdtree_jax import api, generation
 from kdtree_jax.config import DecodeConfig
-from kdtree_jax.decode import Engine, init_state, profile, stream
+from kdtree_jax.decode import Engine, init_state, stream
 from kdtree_jax.decode import generate as drivers
+from kdtree_jax.decode.compilation import Call
 from kdtree_jax.decode.generate import decode_loop
-from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.decode.round import (
   accept_path,
   build_tree,
@@ -55,17 +55,16 @@ def golden(count):
   return trace['ar_ids'][len(trace['prompt']) :][:count]
 
 
-def test_three_drivers_agree_bitwise():
+def test_drivers_agree_bitwise():
   engine, params = trained()
   looped, _ = drivers.generate(engine, params, fresh(engine))
   streamed = [*stream(engine, params, fresh(engine))][-1]
   by_threes = [*stream(engine, params, fresh(engine), 3)]
-  staged, times = profile(engine, params, fresh(engine))
+  traced = [*drivers.traced(engine, params, fresh(engine))][-1][0]
   rounds = int(looped.stats.rounds)
   assert rounds < NEW_TOKENS
-  assert times.verify.shape == times.commit.shape == (rounds,)
   assert len(by_threes) == 1 + -(-rounds // 3)
-  for other in (streamed, by_threes[-1], staged):
+  for other in (streamed, by_threes[-1], traced):
     ours, theirs = jax.tree.leaves(looped), jax.tree.leaves(other)
     for a, b in zip(ours, theirs, strict=True):
       assert np.array_equal(a, b)
@@ -118,8 +117,8 @@ def test_no_cache_is_copied(batch):
   state = fresh(engine, [[1, 2, 3]] * batch)
   caches = (state.cache.latent, state.drafter_state.context)
   for function in (prefill, decode_loop):
-    program, _ = PROGRAMS.get(function, engine, params, state, donate=True)
-    text = program.as_text()
+    call = Call(function, engine, params, state, donate=True)
+    text = call.lower().compile().as_text()
     assert 'while(' in text and not TO_HOST.findall(text)
     for cache in caches:
       shape = re.escape(','.join(map(str, cache.shape)))
@@ -132,7 +131,7 @@ def test_undonated_caches_are_copied():
   """The control of the test above: its pattern does find a copy."""
   engine, params = trained()
   state = fresh(engine, [[1, 2, 3]])
-  program, _ = PROGRAMS.get(decode_loop, engine, params, state)
+  program = Call(decode_loop, engine, params, state).lower().compile()
   shape = re.escape(','.join(map(str, state.cache.latent.shape)))
   assert re.search(rf'= f32\[{shape}\]\S* copy\(', program.as_text())
 
@@ -140,13 +139,13 @@ def test_undonated_caches_are_copied():
 def test_one_compilation_serves_every_prompt_length():
   engine, params = trained()
   drivers.generate(engine, params, fresh(engine))
-  before = PROGRAMS.compilations
+  before = support.compilations()
   for length in (1, 7, 8, 9, 30):
     prompt = support.prompt_of(engine.config, length)
     for new_tokens, stops in ((1, ()), (5, (3,))):
       state = fresh(engine, [prompt], new_tokens, stops)
       drivers.generate(engine, params, state)
-  assert PROGRAMS.compilations == before
+  assert support.compilations() == before
 
 
 @pytest.mark.parametrize('new_tokens', (1, 2, 3, 7, 23))

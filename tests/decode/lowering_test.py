@@ -12,7 +12,6 @@ import pallas_kernels
 from kdtree_jax.config import DecodeConfig, load_config
 from kdtree_jax.decode import Engine, init_state
 from kdtree_jax.decode.generate import decode_loop
-from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.decode.round import draft, prefill
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.model import abstract_params
@@ -31,7 +30,6 @@ def hopper(monkeypatch):
   jax.clear_caches()
   with jax.sharding.use_abstract_mesh(HOPPER):
     yield
-  PROGRAMS.clear()
   jax.clear_caches()
 
 

@@ -12,7 +12,6 @@ from kdtree_jax.config import DecodeConfig, ModelConfig
 from kdtree_jax.decode import Engine, SamplingConfig, init_state
 from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode import round as stages
-from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.decode.sampling import (
   Sampling,
   kept_tokens,
@@ -182,14 +181,14 @@ def test_operands_compile_nothing():
     ).output_ids
 
   run(temperature=1.0)
-  before = PROGRAMS.compilations
+  before = support.compilations()
   for options in (
     {'temperature': 0.2},
     {'temperature': 1.5, 'top_k': 7, 'top_p': 0.8, 'min_p': 0.01},
     {'temperature': 1.0, 'seed': 9, 'stop_ids': (3, 5)},
   ):
     run(**options)
-  assert PROGRAMS.compilations == before
+  assert support.compilations() == before
   assert run(temperature=3.0, seed=1) == run(temperature=3.0, seed=1)
   assert run(temperature=3.0, seed=1) != run(temperature=3.0, seed=2)
 
@@ -309,8 +308,6 @@ def test_chi_square_finds_a_biased_walk(eight, monkeypatch):
 
   monkeypatch.setattr(stages, 'verify', biased)
   # Or the honest trace would be remembered, and afterwards this one.
-  PROGRAMS.clear()
   jax.clear_caches()
   assert chi_square(*eight) > CRITICAL
-  PROGRAMS.clear()
   jax.clear_caches()

@@ -13,8 +13,8 @@ from absl.testing import flagsaver
 
 import run as program
 from kdtree_jax.benchmark import compile_time, end_to_end, subject
-from kdtree_jax.decode.programs import PROGRAMS
 from kdtree_jax.modes import bench
+from tests import support
 
 ROOT = pathlib.Path(__file__).parents[2]
 BASE = (
@@ -85,19 +85,20 @@ def test_end_to_end(tmp_path, monkeypatch, capsys):
   path = tmp_path / 'out.jsonl'
   sweep = ('--context=24', '--tree_budget=5', f'--output={path}')
   told = ('--end_to_end', '--max_new_tokens=40', '--hit_rate=0.5')
-  compiled, counted = end_to_end._compile, []
+  compiled, counted = end_to_end.compile_all, []
 
-  def compile_all(runs):
-    compiled(runs)
-    counted.append(PROGRAMS.compilations)
+  def compile_all(calls):
+    found = compiled(calls)
+    counted.append(support.compilations())
+    return found
 
-  monkeypatch.setattr(end_to_end, '_compile', compile_all)
+  monkeypatch.setattr(end_to_end, 'compile_all', compile_all)
   monkeypatch.setattr(
     compile_time, 'compile_seconds', lambda *_: {'cold': 1.5, 'warm': None}
   )
   assert call(*sweep, *told) == 0
   # All programs were compiled side by side, none when it was their turn.
-  assert counted == [PROGRAMS.compilations]
+  assert counted == [support.compilations()]
   table = capsys.readouterr().out
   assert 'tokens equal' in table and 'cannot be stored' in table
   check_end_to_end(*of(read(path), 'end_to_end'))

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -250,33 +251,37 @@ def test_wrong_input_in_a_process_of_its_own():
   assert done.stderr.startswith('error: max_new_tokens=0')
 
 
-def test_where_compiled_programs_are_kept(tmp_path, monkeypatch):
-  """In the user's cache folder, but not by the mode that times compilation."""
-  monkeypatch.setattr(program.PROGRAMS, 'store', None)
+@pytest.fixture
+def cache_settings():
+  """JAX's settings of its cache, unset and put back afterwards."""
+  names = (
+    'jax_compilation_cache_dir',
+    'jax_persistent_cache_min_compile_time_secs',
+  )
+  before = {name: jax.config.values[name] for name in names}
+  jax.config.update('jax_compilation_cache_dir', None)
+  yield jax.config
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+def test_where_compiled_programs_are_kept(
+  tmp_path, monkeypatch, cache_settings
+):
+  """In the user's cache folder, unless JAX's settings name another."""
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  monkeypatch.setattr(program, 'MODES', {name: _Mode for name in program.MODES})
-  for mode, kept in (('bench', False), ('generate', True)):
-    with flagsaver.flagsaver(mode=mode), pytest.raises(SystemExit) as stopped:
-      flags.FLAGS.unparse_flags()
-      program.main(program.parse_flags(['run.py', f'--mode={mode}']))
-    assert stopped.value.code == 0
-    assert (program.PROGRAMS.store is not None) == kept
-  assert program.program_store().folder == tmp_path / 'kdtree_jax'
-  monkeypatch.delenv('XDG_CACHE_HOME')
-  monkeypatch.setenv('HOME', str(tmp_path / 'home'))
-  expected = tmp_path / 'home' / '.cache' / 'kdtree_jax'
-  assert program.program_store().folder == expected
-  before = program.jax.config.jax_enable_compilation_cache
-  program.jax.config.update('jax_enable_compilation_cache', False)
-  try:
-    assert program.program_store() is None
-  finally:
-    program.jax.config.update('jax_enable_compilation_cache', before)
+  program.keep_compiled_programs()
+  kept = str(tmp_path / 'kdtree_jax')
+  assert cache_settings.jax_compilation_cache_dir == kept
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'other'))
+  program.keep_compiled_programs()
+  assert cache_settings.jax_compilation_cache_dir == kept
 
 
-class _Mode:
-  FLAGS = ()
-
-  @staticmethod
-  def run(config):
-    return 0
+def test_a_folder_that_cannot_be_made_keeps_nothing(
+  tmp_path, monkeypatch, cache_settings
+):
+  (tmp_path / 'file').touch()
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
+  program.keep_compiled_programs()
+  assert cache_settings.jax_compilation_cache_dir is None

@@ -60,7 +60,6 @@ TOP = {
   'divergence',
   'generation',
   'modes',
-  'program_store',
   'sessions',
   '__init__',
 }
