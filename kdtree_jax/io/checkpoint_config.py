@@ -50,7 +50,7 @@ _IGNORED_IN_TARGET = HOUSEKEEPING | {
   'seq_aux',
   # qk_rope_head_dim under another name, in exports of transformers.
   'head_dim',
-  # Those layers come after the model's own and are not run.
+  # Layers that are not run: `read_extras` reads it.
   'num_nextn_predict_layers',
   'quantization_config',  # `quantization` reads it
 }
@@ -153,9 +153,7 @@ def _rope_settings(
   return theta, scaling
 
 
-def read_rope(
-  fields: Fields, where: str, default_theta: Any
-) -> tuple[float, RopeScaling | None]:
+def read_rope(fields: Fields, where: str) -> tuple[float, RopeScaling | None]:
   """Theta and YaRN in the spelling of transformers 4, of 5, or of both."""
   thetas = [fields.number('rope_theta', None, above=1)]
   scalings = []
@@ -170,10 +168,9 @@ def read_rope(
   stated = {theta for theta in thetas if theta is not None}
   if len(stated) > 1:
     raise fields.error('rope_theta', f'has several values: {sorted(stated)}')
-  theta = stated.pop() if stated else default_theta
-  if theta is REQUIRED:
+  if not stated:
     raise fields.error('rope_theta', 'is missing')
-  return theta, scalings[0] if scalings else None
+  return stated.pop(), scalings[0] if scalings else None
 
 
 def _unwrap(raw: Any, where: str) -> tuple[Any, str]:
@@ -249,7 +246,7 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
     'vocab_size': fields.integer('vocab_size', least=1),
     'tie_word_embeddings': fields.boolean('tie_word_embeddings', False),
     'max_position_embeddings': fields.integer(
-      'max_position_embeddings', 4096, least=1
+      'max_position_embeddings', least=1
     ),
     'eos_token_id': _eos_ids(fields),
   }
@@ -270,7 +267,7 @@ def _attention_arguments(fields: Fields, where: str) -> dict[str, Any]:
   # Redundant in this family, but then they must not contradict.
   fields.fixed('qk_head_dim', nope + rope)
   fields.fixed('num_key_value_heads', heads)
-  theta, scaling = read_rope(fields, where, REQUIRED)
+  theta, scaling = read_rope(fields, where)
   return {
     'hidden_size': fields.integer('hidden_size', least=1),
     'num_attention_heads': heads,

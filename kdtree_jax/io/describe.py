@@ -17,6 +17,7 @@ from kdtree_jax.io.checkpoint_config import (
   quantization,
   stop_ids,
 )
+from kdtree_jax.io.checkpoint_extras import read_extras
 from kdtree_jax.io.checkpoint_tensors import (
   Match,
   match_drafter,
@@ -94,7 +95,11 @@ def _describe_target(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
   source = SafetensorsSource(path)
   found = quantization(raw, where)
   match = match_target(
-    config, source, source_name=str(path), quantization=found
+    config,
+    source,
+    source_name=str(path),
+    quantization=found,
+    extras=read_extras(raw, where),
   )
   rows = _rows(source, match.names.values())
   return [
