@@ -25,6 +25,12 @@ from kdtree_jax.io.tensors import CheckpointError, read_json
 MODEL_TYPES = ('deepseek_v2', 'deepseek_v3', 'kimi_k2', 'glm4_moe_lite')
 # Multimodal wrappers: the language model's config lies in `text_config`.
 WRAPPER_TYPES = ('kimi_k25',)
+# Whose config a class of transformers is; of other classes nothing is known.
+_CLASSES = {
+  'DeepseekV2ForCausalLM': ('deepseek_v2',),
+  'DeepseekV3ForCausalLM': ('deepseek_v3', 'kimi_k2'),
+  'Glm4MoeLiteForCausalLM': ('glm4_moe_lite',),
+}
 
 # More layers than any model has: a config must not make us count for hours.
 _MAX_LAYERS = 4096
@@ -180,6 +186,10 @@ def _unwrap(raw: Any, where: str) -> tuple[Any, str]:
   if kind not in WRAPPER_TYPES:
     return raw, where
   text = fields.get('text_config', REQUIRED)
+  if isinstance(text, Mapping):
+    # transformers ties by the wrapper's word, other engines by the text's.
+    tied = bool(text.get('tie_word_embeddings'))
+    fields.fixed('tie_word_embeddings', tied)
   fields.finish(_IGNORED_IN_WRAPPER)
   return text, f'{where}: text_config'
 
@@ -238,6 +248,7 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
       'model_type',
       f'is {show(kind)}; supported: {", ".join(MODEL_TYPES + WRAPPER_TYPES)}',
     )
+  _check_classes(fields, kind)
   quantization(raw, source_name)  # refused here already, if at all
   fields.fixed('hidden_act', 'silu')
   fields.fixed('partial_rotary_factor', 1)
@@ -258,6 +269,17 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
     raise CheckpointError(f'{where}: {e}') from e
   check_numbers(config, where)
   return config
+
+
+def _check_classes(fields: Fields, kind: str) -> None:
+  """The class that wrote a config must not be that of another model type."""
+  names = fields.get('architectures')
+  for name in names if isinstance(names, list) else ():
+    kinds = _CLASSES.get(name, (kind,)) if isinstance(name, str) else (kind,)
+    if kind not in kinds:
+      raise fields.error(
+        'architectures', f'holds {name}, but model_type is {kind}'
+      )
 
 
 def _attention_arguments(fields: Fields, where: str) -> dict[str, Any]:

@@ -383,6 +383,8 @@ def test_both_maps_of_a_draft_vocabulary_say_the_same(tmp_path, entry):
       params = api.load_drafter(folder, target).params
       assert np.asarray(params['d2t'] + np.arange(4)).tolist() == ids
       assert 't2d' not in params
+      floats = sum(v.size for v in tensors.values() if v.dtype.kind == 'f')
+      assert f'parameters: {floats:,}\n' in describe(folder)
       continue
     with pytest.raises(CheckpointError, match="'t2d' does not mark the ids"):
       api.load_drafter(folder, target)

@@ -676,7 +676,11 @@ def test_a_multimodal_wrapper_is_unwrapped():
     ({'text_config': None}, 'text_config is missing'),
     ({'text_config': 3}, 'text_config: 3 is not a JSON object'),
     ({'text_config': raw}, "text_config: model_type is 'kimi_k25'"),
-    ({'tie_word_embeddings': True}, 'tie_word_embeddings'),
+    ({'tie_word_embeddings': True}, 'tie_word_embeddings is True; only False'),
+    (
+      {'text_config': text | {'tie_word_embeddings': True}},
+      'tie_word_embeddings is False; only True',
+    ),
     (
       {'text_config': text | {'quantization_config': {'quant_method': 'x'}}},
       "text_config: quantization_config: quant_method says 'x'",
@@ -708,6 +712,10 @@ RAISES = {
     (None, 'model_type is None'),
     (['deepseek_v3'], 'model_type'),
     ({}, 'model_type'),
+  ],
+  'architectures': [
+    (['DeepseekV2ForCausalLM'], 'holds DeepseekV2ForCausalLM, but model_type'),
+    (['X', 'Glm4MoeLiteForCausalLM'], 'but model_type is deepseek_v3'),
   ],
   'hidden_act': [('gelu', "hidden_act is 'gelu'; only 'silu'")],
   'hidden_size': [
