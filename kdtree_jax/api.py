@@ -113,6 +113,7 @@ def load_target(
     jax_dtype,
     source_name=str(path),
     quantization=huggingface.quantization(raw, where),
+    extras=huggingface.read_extras(raw, where),
     expanded=expanded,
     progress=progress,
   )
@@ -205,13 +206,14 @@ def load_drafter(
     )
     source = SafetensorsSource(folder)
   config = huggingface.with_attention_factor(config, attention_factor)
-  _check_fit(config, target.config, name)
   size = config.block_size if block_size is None else block_size
   _check_block_size(size, config.block_size)
+  drafter = DFlashDrafter(config, size)
+  check_fit(drafter, target.config, name)
   params = huggingface.drafter_params(
     config, source, target.dtype, source_name=name
   )
-  return LoadedDrafter(name, DFlashDrafter(config, size), params)
+  return LoadedDrafter(name, drafter, params)
 
 
 def _dtype(name: str) -> Any:
@@ -248,16 +250,16 @@ def _check_block_size(size: int, trained: int | None) -> None:
     )
 
 
-def _check_fit(config, target: ModelConfig, name: str) -> None:
-  """Refuses a drafter whose sizes are not the target's, naming both."""
-  pairs = (
-    ('hidden_size', config.hidden_size, target.hidden_size),
-    ('vocab_size', config.vocab_size, target.vocab_size),
-    ('num_target_layers', config.num_target_layers, target.num_hidden_layers),
-  )
-  for field, own, wanted in pairs:
+def check_fit(drafter: Drafter, target: ModelConfig, name: str) -> None:
+  """Refuses a drafter for a target of other sizes, naming both.
+
+  Raises:
+    UserError: the first size that differs.
+  """
+  for field, own in drafter.target_sizes.items():
+    wanted = getattr(target, field)
     if own != wanted:
       raise UserError(
-        f'drafter {name}: {field}={own} does not fit the target, which has '
-        f'{wanted}'
+        f'drafter {name} does not fit the target: it is made for '
+        f'{field}={own}, not {wanted}'
       )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax import registry
-from kdtree_jax.api import LoadedDrafter, Target
+from kdtree_jax.api import LoadedDrafter, Target, check_fit
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import (
   DecodeState,
@@ -332,6 +332,7 @@ def make_engine(
   )
   if drafter is None:
     return Engine(target.config, None, decode)
+  check_fit(drafter.drafter, target.config, drafter.name)
   decode = dataclasses.replace(
     decode,
     draft_depth=drafter.block_size - 1,

@@ -330,6 +330,14 @@ class DFlashDrafter:
     unused = self.config.block_size - self.block_size
     return self.config.max_position_embeddings - unused
 
+  @property
+  def target_sizes(self) -> dict[str, int]:
+    return {
+      'hidden_size': self.config.hidden_size,
+      'vocab_size': self.config.vocab_size,
+      'num_hidden_layers': self.config.num_target_layers,
+    }
+
   @classmethod
   def create(cls, target: ModelConfig, block_size: int) -> 'DFlashDrafter':
     layers = target.num_hidden_layers

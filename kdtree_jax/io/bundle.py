@@ -14,7 +14,8 @@ from kdtree_jax.io.checkpoint_tensors import (
   drafter_shapes,
   tensor_shapes,
 )
-from kdtree_jax.io.files import show
+from kdtree_jax.io.files import show, show_more
+from kdtree_jax.io.finite import all_finite
 from kdtree_jax.io.tensors import FLOAT_DTYPES, dtype_name
 
 # What a checkpoint's folder has for text, byte for byte.
@@ -116,10 +117,17 @@ def check_files(tensors: Mapping[str, np.ndarray]) -> None:
 def _check_weights(
   section: str, tensors: Mapping[str, np.ndarray], expected: Shapes
 ) -> None:
-  odd = sorted(set(tensors) ^ set(expected))
-  if odd:
-    state = 'missing' if odd[0] in expected else 'unexpected'
-    raise BundleError(f'tensor {show(f"{section}/{odd[0]}")} is {state}')
+  faults = []
+  for state, odd in (
+    ('missing', set(expected) - set(tensors)),
+    ('unexpected', set(tensors) - set(expected)),
+  ):
+    names = [f'{section}/{name}' for name in sorted(odd)]
+    if names:
+      more = show_more(names[1:])
+      faults.append(f'tensor {show(names[0])} is {state}{more}')
+  if faults:
+    raise BundleError('; '.join(faults))
   for name, value in tensors.items():
     full = show(f'{section}/{name}')
     if value.shape != expected[name]:
@@ -160,5 +168,5 @@ def _check_golden(tensors: Mapping[str, np.ndarray], vocab_size: int) -> None:
 
 
 def _check_finite(name: str, value: np.ndarray) -> None:
-  if not np.isfinite(value).all():
+  if not all_finite(value):
     raise BundleError(f'tensor {name} holds NaN or infinity')

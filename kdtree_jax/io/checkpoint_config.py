@@ -25,6 +25,12 @@ from kdtree_jax.io.tensors import CheckpointError, read_json
 MODEL_TYPES = ('deepseek_v2', 'deepseek_v3', 'kimi_k2', 'glm4_moe_lite')
 # Multimodal wrappers: the language model's config lies in `text_config`.
 WRAPPER_TYPES = ('kimi_k25',)
+# Whose config a class of transformers is; of other classes nothing is known.
+_CLASSES = {
+  'DeepseekV2ForCausalLM': ('deepseek_v2',),
+  'DeepseekV3ForCausalLM': ('deepseek_v3', 'kimi_k2'),
+  'Glm4MoeLiteForCausalLM': ('glm4_moe_lite',),
+}
 
 # More layers than any model has: a config must not make us count for hours.
 _MAX_LAYERS = 4096
@@ -50,7 +56,7 @@ _IGNORED_IN_TARGET = HOUSEKEEPING | {
   'seq_aux',
   # qk_rope_head_dim under another name, in exports of transformers.
   'head_dim',
-  # Those layers come after the model's own and are not run.
+  # Layers that are not run: `read_extras` reads it.
   'num_nextn_predict_layers',
   'quantization_config',  # `quantization` reads it
 }
@@ -153,9 +159,7 @@ def _rope_settings(
   return theta, scaling
 
 
-def read_rope(
-  fields: Fields, where: str, default_theta: Any
-) -> tuple[float, RopeScaling | None]:
+def read_rope(fields: Fields, where: str) -> tuple[float, RopeScaling | None]:
   """Theta and YaRN in the spelling of transformers 4, of 5, or of both."""
   thetas = [fields.number('rope_theta', None, above=1)]
   scalings = []
@@ -170,10 +174,9 @@ def read_rope(
   stated = {theta for theta in thetas if theta is not None}
   if len(stated) > 1:
     raise fields.error('rope_theta', f'has several values: {sorted(stated)}')
-  theta = stated.pop() if stated else default_theta
-  if theta is REQUIRED:
+  if not stated:
     raise fields.error('rope_theta', 'is missing')
-  return theta, scalings[0] if scalings else None
+  return stated.pop(), scalings[0] if scalings else None
 
 
 def _unwrap(raw: Any, where: str) -> tuple[Any, str]:
@@ -183,6 +186,10 @@ def _unwrap(raw: Any, where: str) -> tuple[Any, str]:
   if kind not in WRAPPER_TYPES:
     return raw, where
   text = fields.get('text_config', REQUIRED)
+  if isinstance(text, Mapping):
+    # transformers ties by the wrapper's word, other engines by the text's.
+    tied = bool(text.get('tie_word_embeddings'))
+    fields.fixed('tie_word_embeddings', tied)
   fields.finish(_IGNORED_IN_WRAPPER)
   return text, f'{where}: text_config'
 
@@ -241,6 +248,7 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
       'model_type',
       f'is {show(kind)}; supported: {", ".join(MODEL_TYPES + WRAPPER_TYPES)}',
     )
+  _check_classes(fields, kind)
   quantization(raw, source_name)  # refused here already, if at all
   fields.fixed('hidden_act', 'silu')
   fields.fixed('partial_rotary_factor', 1)
@@ -249,7 +257,7 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
     'vocab_size': fields.integer('vocab_size', least=1),
     'tie_word_embeddings': fields.boolean('tie_word_embeddings', False),
     'max_position_embeddings': fields.integer(
-      'max_position_embeddings', 4096, least=1
+      'max_position_embeddings', least=1
     ),
     'eos_token_id': _eos_ids(fields),
   }
@@ -263,6 +271,17 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
   return config
 
 
+def _check_classes(fields: Fields, kind: str) -> None:
+  """The class that wrote a config must not be that of another model type."""
+  names = fields.get('architectures')
+  for name in names if isinstance(names, list) else ():
+    kinds = _CLASSES.get(name, (kind,)) if isinstance(name, str) else (kind,)
+    if kind not in kinds:
+      raise fields.error(
+        'architectures', f'holds {name}, but model_type is {kind}'
+      )
+
+
 def _attention_arguments(fields: Fields, where: str) -> dict[str, Any]:
   heads = fields.integer('num_attention_heads', least=1)
   nope = fields.integer('qk_nope_head_dim', least=1)
@@ -270,7 +289,7 @@ def _attention_arguments(fields: Fields, where: str) -> dict[str, Any]:
   # Redundant in this family, but then they must not contradict.
   fields.fixed('qk_head_dim', nope + rope)
   fields.fixed('num_key_value_heads', heads)
-  theta, scaling = read_rope(fields, where, REQUIRED)
+  theta, scaling = read_rope(fields, where)
   return {
     'hidden_size': fields.integer('hidden_size', least=1),
     'num_attention_heads': heads,

@@ -2,11 +2,17 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
-from kdtree_jax.io.files import show
+from kdtree_jax.io.checkpoint_extras import (
+  NO_EXTRAS,
+  TIED_HEAD,
+  DrafterRules,
+  Extras,
+  TargetRules,
+)
+from kdtree_jax.io.files import show, show_more
 from kdtree_jax.io.quantization import (
   FP8_DTYPE,
   PACKED,
@@ -32,14 +38,6 @@ _DRAFTER_ALIASES = (
   ('encoder.output_norm_enc.', 'hidden_norm.'),
   ('midlayer.', 'layers.0.'),
 )
-_VISION = (
-  'vision_tower.',
-  'mm_projector.',
-  'model.vision_tower.',
-  'model.mm_projector.',
-)
-_ROTARY_BUFFER = 'rotary_emb.inv_freq'
-_LAYER = re.compile(r'model\.layers\.([0-9]{1,9})\.')
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
@@ -176,6 +174,12 @@ class Match:
       return 'int4'
     return 'fp8' if stem + SCALE_INV in self.names else None
 
+  @property
+  def tied_head(self) -> str | None:
+    """The source's name of a head that must equal the embedding."""
+    heads = (own for own, why in self.skipped.items() if why == TIED_HEAD)
+    return next(heads, None)
+
 
 def match_target(
   config: ModelConfig,
@@ -183,15 +187,16 @@ def match_target(
   *,
   source_name: str,
   quantization: Quantization | None = None,
+  extras: Extras = NO_EXTRAS,
 ) -> Match:
   """Assigns every tensor of a target's checkpoint; reads headers only.
 
   A linear weight may be stored quantised, as `quantization` says: then its
   parts, `weight_packed` and so on, are the names.
 
-  Skipped are rotary buffers (computed from the config), layers from
-  `num_hidden_layers` on (multi-token prediction), the vision parts of a
-  multimodal model, and the head of a model that ties it to the embedding.
+  Skipped are rotary buffers of the layers (computed from the config), layers
+  of multi-token prediction and vision parts where `extras` has them, and the
+  head of a model that ties it to the embedding.
 
   Raises:
     CheckpointError: a tensor is missing, unknown, there twice, of another
@@ -202,19 +207,12 @@ def match_target(
   expected = _fuse_experts(config, tensor_shapes(config), canonical)
   expected = _quantize(quantization, expected, source, canonical, source_name)
 
-  def reason(name: str) -> str | None:
-    layer = _LAYER.match(name)
-    if layer and int(layer[1]) >= config.num_hidden_layers:
-      return 'layer behind the last (multi-token prediction)'
-    if name.startswith(_VISION):
-      return 'vision'
-    if layer and name.endswith('.' + _ROTARY_BUFFER):
-      return 'rotary buffer'
-    if name == 'lm_head.weight' and config.tie_word_embeddings:
-      return 'tied to the embedding'
-    return None
-
-  return _match(source, canonical, expected, reason, source_name)
+  rules = TargetRules(config, extras, canonical)
+  match = _match(source, canonical, expected, rules, source_name)
+  if match.tied_head is not None:
+    wanted = expected['model.embed_tokens.weight']
+    _check_shape(source, match.tied_head, wanted, source_name)
+  return match
 
 
 def match_drafter(
@@ -222,20 +220,16 @@ def match_drafter(
 ) -> Match:
   """Assigns every tensor of a drafter; see `match_target`.
 
-  Skipped are rotary buffers, and `t2d`, which `d2t` makes redundant.
+  Skipped are rotary buffers. A drafter with a head of its own may have `t2d`,
+  a mask over the target's ids, which repeats `d2t`.
   """
   canonical = _canonical(source, _canonical_drafter, source_name)
-
-  def reason(name: str) -> str | None:
-    rotary = name.split('.', 2)[-1] == 'self_attn.' + _ROTARY_BUFFER
-    if config.draft_vocab_size is not None and name == 't2d':
-      return 'said by d2t as well'
-    return 'rotary buffer' if rotary or name == _ROTARY_BUFFER else None
-
   expected = drafter_shapes(config)
-  if config.draft_vocab_size is not None and 'd2t' in canonical:
-    expected['d2t'] = (config.draft_vocab_size,)
-  return _match(source, canonical, expected, reason, source_name)
+  if config.draft_vocab_size is not None:
+    optional = {'d2t': config.draft_vocab_size, 't2d': config.vocab_size}
+    expected |= {k: (size,) for k, size in optional.items() if k in canonical}
+  rules = DrafterRules(config)
+  return _match(source, canonical, expected, rules, source_name)
 
 
 def _canonical_target(name: str) -> str:
@@ -343,6 +337,8 @@ def _allowed_dtypes(name: str, expected: Shapes) -> tuple[str, ...]:
     return ('I32',)
   if part in (SHAPE, 'd2t'):
     return ('I32', 'I64')
+  if part == 't2d':
+    return ('BOOL', 'U8', 'I32', 'I64')
   if part == 'weight' and name.removesuffix('weight') + SCALE_INV in expected:
     return (FP8_DTYPE,)
   if part in (SCALE, SCALE_INV):
@@ -354,28 +350,37 @@ def _match(
   source: TensorSource,
   canonical: dict[str, str],
   expected: Shapes,
-  skip_reason: Callable[[str], str | None],
+  rules: TargetRules | DrafterRules,
   source_name: str,
 ) -> Match:
   names, skipped, unknown = {}, {}, []
   for name, own in canonical.items():
     if name in expected:
       names[name] = own
-    elif reason := skip_reason(name):
+    elif reason := rules.reason(name):
       skipped[own] = reason
     else:
-      unknown.append(own)
+      unknown.append(name)
   missing = [name for name in expected if name not in names]
-  _raise_first(source_name, missing, 'is missing, expected {}', expected)
-  _raise_first(source_name, unknown, 'is not part of this architecture', {})
+  faults = []
+  if missing:
+    shape = list(expected[missing[0]])
+    faults.append(
+      f'tensor {show(missing[0])} is missing, expected {shape}'
+      + show_more(missing[1:])
+    )
+  if unknown:
+    own = [canonical[name] for name in unknown]
+    faults.append(
+      f'tensor {show(own[0])} is not part of this architecture'
+      + rules.hint(unknown[0])
+      + show_more(own[1:])
+    )
+  if faults:
+    raise CheckpointError(f'{source_name}: {"; ".join(faults)}')
   for name, own in names.items():
-    shape, dtype = source.shape(own), source.dtype(own)
-    if shape != expected[name]:
-      raise CheckpointError(
-        f'{source_name}: tensor {show(own)} has shape {list(shape)}, the '
-        f'config asks for {list(expected[name])}'
-      )
-    allowed = _allowed_dtypes(name, expected)
+    _check_shape(source, own, expected[name], source_name)
+    dtype, allowed = source.dtype(own), _allowed_dtypes(name, expected)
     if dtype not in allowed:
       raise CheckpointError(
         f'{source_name}: tensor {show(own)} has dtype {dtype}; supported: '
@@ -384,13 +389,12 @@ def _match(
   return Match(names, skipped)
 
 
-def _raise_first(
-  source_name: str, names: list[str], problem: str, expected: Shapes
+def _check_shape(
+  source: TensorSource, own: str, wanted: tuple[int, ...], source_name: str
 ) -> None:
-  if not names:
-    return
-  shape = list(expected.get(names[0], ()))
-  more = f' (and {len(names) - 1} more like it)' if len(names) > 1 else ''
-  raise CheckpointError(
-    f'{source_name}: tensor {show(names[0])} {problem.format(shape)}{more}'
-  )
+  shape = source.shape(own)
+  if shape != wanted:
+    raise CheckpointError(
+      f'{source_name}: tensor {show(own)} has shape {list(shape)}, the config '
+      f'asks for {list(wanted)}'
+    )

@@ -10,21 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kdtree_jax.config import DrafterConfig, ModelConfig
+from kdtree_jax.config import ModelConfig
+from kdtree_jax.io.checkpoint_extras import NO_EXTRAS, Extras
 from kdtree_jax.io.checkpoint_tensors import (
   Match,
-  match_drafter,
   match_target,
 )
 from kdtree_jax.io.files import show
+from kdtree_jax.io.finite import all_finite, check_finite
 from kdtree_jax.io.quantization import (
   PACKED,
   SCALE,
   SCALE_INV,
   SHAPE,
   Quantization,
-  check_finite,
-  check_float8,
 )
 from kdtree_jax.io.tensors import CheckpointError, TensorSource
 from pallas_kernels.quantized import QuantizedArray, expand
@@ -33,6 +32,8 @@ from pallas_kernels.quantized import QuantizedArray, expand
 Progress = Callable[[int], None]
 
 _SCALES = {'int4': SCALE, 'fp8': SCALE_INV}
+# The largest magnitudes that scales multiply.
+_LARGEST = {'int4': 8, 'fp8': 448}
 
 # Tensors of which the system is told in advance; it reads them in parallel.
 _PREFETCH = 16
@@ -45,6 +46,7 @@ def target_params(
   *,
   source_name: str,
   quantization: Quantization | None = None,
+  extras: Extras = NO_EXTRAS,
   expanded: Any = None,
   progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -60,6 +62,7 @@ def target_params(
     dtype: of all parameters but the router's, which are float32.
     source_name: the checkpoint's name for messages.
     quantization: how quantised tensors are stored, if there are any.
+    extras: what the checkpoint may hold that is not run.
     expanded: None keeps quantised weights as they are stored; a dtype rounds
       every weight but the router's to it, and then makes it a `dtype`.
     progress: called with the bytes of each tensor that was read.
@@ -71,15 +74,21 @@ def target_params(
     always: its blocks of scales do not end where its heads do.
 
   Raises:
-    CheckpointError: see `match_target`; or NaN among scales or float8 values.
+    CheckpointError: see `match_target`; a weight or scale that is not finite;
+      or a head that is tied to the embedding and is not equal to it.
   """
   match = match_target(
-    config, source, source_name=source_name, quantization=quantization
+    config,
+    source,
+    source_name=source_name,
+    quantization=quantization,
+    extras=extras,
   )
   reader = Reader(
     source, match, quantization, np.dtype(dtype), expanded, source_name
   )
   reader.progress = progress
+  reader.check_tied_head()
   params: dict[str, Any] = {}
   for name in _weights(match):
     if '.mlp.experts.' in name:
@@ -87,63 +96,17 @@ def target_params(
     elif name.endswith('.kv_b_proj.weight'):
       prefix = name.removesuffix('kv_b_proj.weight')
       k_b, v_b = _split_kv_b(config, reader.expanded(name))
-      _insert(params, prefix + 'k_b_proj', k_b)
-      _insert(params, prefix + 'v_b_proj', v_b)
+      insert(params, prefix + 'k_b_proj', k_b)
+      insert(params, prefix + 'v_b_proj', v_b)
     elif '.mlp.gate.' in name:
-      _insert(params, name, reader.plain(name, np.dtype(np.float32)))
+      insert(params, name, reader.plain(name, np.dtype(np.float32)))
     else:
-      _insert(params, name, reader.parameter(name))
+      insert(params, name, reader.parameter(name))
   for layer in range(config.num_hidden_layers):
     if config.is_moe_layer(layer):
       for name, value in _experts(config, reader, layer):
-        _insert(params, name, value)
+        insert(params, name, value)
   return params
-
-
-def drafter_params(
-  config: DrafterConfig,
-  source: TensorSource,
-  dtype: Any,
-  *,
-  source_name: str,
-  progress: Progress | None = None,
-) -> dict[str, Any]:
-  """Loads a DFlash drafter; see `target_params`.
-
-  Returns:
-    Nested dict of arrays: `fc`, `hidden_norm`, `norm`, `layers_i`; where they
-    are its own, `embed_tokens`, `lm_head` and `d2t`.
-
-  Raises:
-    CheckpointError: see `match_drafter`; or a `d2t` that leads nowhere.
-  """
-  match = match_drafter(config, source, source_name=source_name)
-  reader = Reader(source, match, None, np.dtype(dtype), None, source_name)
-  reader.progress = progress
-  params: dict[str, Any] = {}
-  for name in match.names:
-    if name != 'd2t':
-      _insert(params, name, reader.plain(name))
-  if config.draft_vocab_size is not None:
-    offsets = np.zeros(config.draft_vocab_size, np.int32)
-    if 'd2t' in match.names:
-      offsets = source.read(match.names['d2t'])
-    _check_d2t(offsets, config, source_name)
-    params['d2t'] = jnp.asarray(offsets.astype(np.int32))
-  return params
-
-
-def _check_d2t(
-  offsets: np.ndarray, config: DrafterConfig, source_name: str
-) -> None:
-  """Every draft id must be another id of the target."""
-  ids = np.arange(len(offsets)) + offsets
-  inside = 0 <= ids.min() and ids.max() < config.vocab_size
-  if not inside or len(np.unique(ids)) != len(ids):
-    raise CheckpointError(
-      f"{source_name}: tensor 'd2t' does not lead to different ids of the "
-      f'{config.vocab_size}'
-    )
 
 
 def _weights(match: Match) -> Iterator[str]:
@@ -229,7 +192,13 @@ class Reader:
       if self._rounded is not None:
         value = _cast(value, self._rounded)
       dtype = self._dtype
-    out = jnp.array(_cast(value, dtype), copy=True)
+    value = _cast(value, dtype)
+    if not all_finite(value):
+      raise CheckpointError(
+        f'{self._source_name}: tensor {show(self._own(name))} holds NaN or '
+        f'infinity, or is too large for {dtype.name}'
+      )
+    out = jnp.array(value, copy=True)
     self._done(name)
     return out
 
@@ -295,8 +264,9 @@ class Reader:
       if form == 'int4':
         self._check_shape(stem, view.shape)
       else:
-        check_float8(self._own(values), view)
-      check_finite(self._own(scales), self._view(scales))
+        check_finite(self._own(values), view)
+      largest = _LARGEST[form]
+      check_finite(self._own(scales), self._view(scales), largest)
     except CheckpointError as e:
       raise CheckpointError(f'{self._source_name}: {e}') from e
     array = QuantizedArray(
@@ -308,6 +278,31 @@ class Reader:
     self._done(values)
     self._done(scales)
     return array
+
+  def check_tied_head(self) -> None:
+    """A stored head of a model without one of its own repeats the embedding.
+
+    Raises:
+      CheckpointError: it does not.
+    """
+    head = self.match.tied_head
+    if head is None:
+      return
+    embedding = self._own('model.embed_tokens.weight')
+    tables = (self._source.view(name) for name in (head, embedding))
+    # Row by row: a comparison makes an array of what it compares.
+    rows = zip(*tables, strict=True)
+    wide = np.dtype(np.float32)
+    if not all(
+      np.array_equal(_cast(one, wide), _cast(other, wide))
+      for one, other in rows
+    ):
+      raise CheckpointError(
+        f'{self._source_name}: tensor {show(head)} differs from '
+        f'{show(embedding)}, to which tie_word_embeddings ties it; remove the '
+        'tensor, or set tie_word_embeddings to false'
+      )
+    self._source.release(head)
 
   def _check_shape(self, stem: str, packed: tuple[int, ...]) -> None:
     """`weight_shape`, which may be absent, repeats what is known."""
@@ -361,8 +356,8 @@ def _store_leaves(
 
 
 def _cast(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
-  # Rounds to nearest even; what overflows becomes infinite, as in torch.
-  with np.errstate(over='ignore'):
+  # Rounds to nearest even; what overflows becomes infinite. NaN is met later.
+  with np.errstate(over='ignore', invalid='ignore'):
     return value.astype(dtype, copy=False)
 
 
@@ -378,7 +373,7 @@ def _split_kv_b(
   return weight[:, :nope].swapaxes(1, 2), weight[:, nope:]
 
 
-def _insert(params: dict[str, Any], name: str, value: Any) -> None:
+def insert(params: dict[str, Any], name: str, value: Any) -> None:
   """Files `model.layers.0.mlp.x` under `layers_0`, `mlp`, `x`."""
   path = re.sub(r'(^|\.)layers\.(\d+)\.', r'\1layers_\2.', name)
   *parents, leaf = path.removeprefix('model.').split('.')

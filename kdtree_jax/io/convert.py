@@ -14,6 +14,7 @@ from kdtree_jax.io.checkpoint_config import (
   quantization,
   stop_ids,
 )
+from kdtree_jax.io.checkpoint_extras import read_extras
 from kdtree_jax.io.checkpoint_tensors import (
   drafter_shapes,
   match_drafter,
@@ -60,10 +61,15 @@ def read_checkpoint(
     )
   source = SafetensorsSource(folder)
   match = match_target(
-    config, source, source_name=str(folder), quantization=found
+    config,
+    source,
+    source_name=str(folder),
+    quantization=found,
+    extras=read_extras(raw, where),
   )
   dtype = np.dtype(np.float32 if expanded is None else expanded)
   reader = Reader(source, match, found, dtype, expanded, str(folder))
+  reader.check_tied_head()
   name, recipe, golden = read_extra(folder, folder.name)
   if drafter is None and (folder / DRAFTER_FOLDER).is_dir():
     drafter = folder / DRAFTER_FOLDER

@@ -17,6 +17,7 @@ from kdtree_jax.io.checkpoint_config import (
   quantization,
   stop_ids,
 )
+from kdtree_jax.io.checkpoint_extras import read_extras
 from kdtree_jax.io.checkpoint_tensors import (
   Match,
   match_drafter,
@@ -28,6 +29,7 @@ from kdtree_jax.io.files import show
 from kdtree_jax.io.kdtr import Bundle, read_bundle
 from kdtree_jax.io.quantization import Quantization
 from kdtree_jax.io.tensors import (
+  FLOAT_DTYPES,
   ITEM_BYTES,
   CheckpointError,
   MappingSource,
@@ -94,7 +96,11 @@ def _describe_target(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
   source = SafetensorsSource(path)
   found = quantization(raw, where)
   match = match_target(
-    config, source, source_name=str(path), quantization=found
+    config,
+    source,
+    source_name=str(path),
+    quantization=found,
+    extras=read_extras(raw, where),
   )
   rows = _rows(source, match.names.values())
   return [
@@ -259,7 +265,8 @@ def _size_lines(rows: list[_Row], config: ModelConfig | None) -> list[str]:
     kinds[_kind(row.name)] += row.bytes
   lines = [f'bytes: {_amounts(sizes)}']
   if config is None:
-    total = sum(row.values for row in rows)
+    # The maps of a vocabulary of its own are no parameters.
+    total = sum(row.values for row in rows if row.dtype in FLOAT_DTYPES)
     return [f'parameters: {total:,}', *lines]
   total = num_parameters(config)
   line = f'parameters: {total:,}'

@@ -110,7 +110,7 @@ def _zlab(raw: Any, where: str) -> dict[str, Any]:
   arguments |= {
     'num_target_layers': target_layers,
     'target_layer_ids': taps,
-    'block_size': fields.integer('block_size', 16, least=1),
+    'block_size': fields.integer('block_size', least=1),
     'mask_token_id': fields.integer('mask_token_id'),
     'causal': _causal(fields),
   }
@@ -193,15 +193,15 @@ def _transformer(fields: Fields, where: str) -> dict[str, Any]:
     )
   fields.fixed('hidden_act', 'silu')
   fields.fixed('partial_rotary_factor', 1)
-  theta, scaling = read_rope(fields, where, 10000.0)
+  theta, scaling = read_rope(fields, where)
   arguments: dict[str, Any] = {
     'num_hidden_layers': fields.integer('num_hidden_layers', least=1),
-    'rms_norm_eps': fields.number('rms_norm_eps', 1e-6, above=0),
+    'rms_norm_eps': fields.number('rms_norm_eps', above=0),
     'rope_theta': theta,
     'rope_scaling': scaling,
     'attention_bias': fields.boolean('attention_bias', False),
     'max_position_embeddings': fields.integer(
-      'max_position_embeddings', 4096, least=1
+      'max_position_embeddings', least=1
     ),
   }
   arguments |= {key: fields.integer(key, least=1) for key in _SIZES}
@@ -215,8 +215,9 @@ def _sliding(fields: Fields, layers: int) -> dict[str, Any]:
   """
   used = fields.boolean('use_sliding_window', None)
   window = fields.integer('sliding_window', None, least=1)
-  first = fields.integer('max_window_layers', 0)
   types = fields.tuple_of(str, 'layer_types', None)
+  derived = used and types is None and window is not None
+  first = fields.integer('max_window_layers', REQUIRED if derived else 0)
   if used and types is None and layers <= 4096:
     types = tuple(
       SLIDING if layer >= first else 'full_attention' for layer in range(layers)

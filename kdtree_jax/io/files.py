@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import secrets
-from collections.abc import Buffer, Iterable
+from collections.abc import Buffer, Iterable, Sequence
 from typing import Any
 
 from kdtree_jax.errors import UserError
@@ -15,6 +15,20 @@ def show(value: Any, limit: int = 100) -> str:
   """A foreign value on one printable line: escaped, and cut if it is long."""
   text = ascii(value)
   return text if len(text) <= limit else text[: limit - 3] + '...'
+
+
+def show_more(names: Sequence[str], limit: int = 3) -> str:
+  """The rest of a list of foreign names, in brackets; empty if there is none.
+
+  Args:
+    names: those after the first, which the message has already.
+    limit: the most to spell out; the others are counted.
+  """
+  if not names:
+    return ''
+  some = ', '.join(show(name) for name in names[:limit])
+  dots = ', ...' if len(names) > limit else ''
+  return f' (and {len(names)} more: {some}{dots})'
 
 
 def one_line(error: Exception | str) -> str:

@@ -5,6 +5,7 @@ from kdtree_jax.io.checkpoint_config import (
   quantization,
   stop_ids,
 )
+from kdtree_jax.io.checkpoint_extras import Extras, read_extras
 from kdtree_jax.io.checkpoint_tensors import (
   Match,
   drafter_shapes,
@@ -13,19 +14,17 @@ from kdtree_jax.io.checkpoint_tensors import (
   num_parameters,
   tensor_shapes,
 )
-from kdtree_jax.io.checkpoint_weights import (
-  Progress,
-  drafter_params,
-  target_params,
-)
+from kdtree_jax.io.checkpoint_weights import Progress, target_params
 from kdtree_jax.io.drafter_config import (
   drafter_config,
   is_drafter,
   with_attention_factor,
 )
+from kdtree_jax.io.drafter_weights import drafter_params
 from kdtree_jax.io.tensors import read_json
 
 __all__ = (
+  'Extras',
   'Match',
   'Progress',
   'drafter_config',
@@ -37,6 +36,7 @@ __all__ = (
   'model_config',
   'num_parameters',
   'quantization',
+  'read_extras',
   'read_json',
   'stop_ids',
   'target_params',

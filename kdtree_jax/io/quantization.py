@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from kdtree_jax.io.fields import Fields, is_inert
 from kdtree_jax.io.files import show
 from kdtree_jax.io.tensors import CheckpointError
@@ -152,23 +150,3 @@ def _check_format(fields: Fields) -> None:
   if form != 'pack-quantized':
     name = _FORMAT_NAMES.get(form, show(form, 40))
     raise _refused(fields, 'format', name)
-
-
-def check_finite(name: str, scales: np.ndarray) -> None:
-  """Refuses scales that would make a whole block of weights NaN.
-
-  Raises:
-    CheckpointError: names the tensor.
-  """
-  if not np.isfinite(scales).all():
-    raise CheckpointError(f'tensor {show(name)} holds NaN or infinity')
-
-
-def check_float8(name: str, values: np.ndarray) -> None:
-  """Refuses NaN among float8 values: they have one pattern and no infinity.
-
-  Raises:
-    CheckpointError: names the tensor.
-  """
-  if ((values.view(np.uint8) & 0x7F) == 0x7F).any():
-    raise CheckpointError(f'tensor {show(name)} holds NaN')

@@ -265,3 +265,17 @@ def test_a_folder_reaches_the_disk_with_its_names(tmp_path, monkeypatch):
   inner, temporary, parent = synced
   assert (inner.name, inner.parent) == ('dflash', temporary)
   assert temporary.parent == parent == tmp_path
+
+
+def test_a_stored_head_that_is_tied_must_be_the_embedding(tmp_path):
+  """A bundle has no place for it, so nothing else would notice."""
+  raw = fixtures.raw_config('moonlight', tie_word_embeddings=True)
+  tensors = fixtures.load('moonlight')
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  path = tmp_path / 'model.safetensors'
+  safetensors.numpy.save_file(tensors, path)
+  with pytest.raises(UserError, match="'lm_head.weight' differs from"):
+    read_checkpoint(tmp_path)
+  tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
+  safetensors.numpy.save_file(tensors, path)
+  assert 'lm_head.weight' not in read_checkpoint(tmp_path).target

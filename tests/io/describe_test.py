@@ -1,7 +1,6 @@
 """Descriptions of checkpoints and bundles."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -56,16 +55,24 @@ def test_a_drafter(name, no_reads):
   assert f'block: {raw["block_size"]} tokens, mask id' in text
 
 
-def test_what_is_skipped_and_fused_experts(tmp_path, no_reads):
+def test_what_is_skipped(tmp_path, no_reads):
   raw = fixtures.load('moonlight')
-  raw |= {f'model.layers.{i}.eh_proj.weight': np.zeros(2) for i in (2, 3)}
+  raw |= {
+    f'model.layers.{layer}.{part}.weight': np.zeros(2)
+    for layer in (2, 3)
+    for part in ('eh_proj', 'enorm', 'hnorm')
+  }
   raw['vision_tower.x'] = np.zeros(2)
   safetensors.numpy.save_file(raw, tmp_path / 'model.safetensors')
-  config = DATA / 'moonlight' / 'config.json'
-  shutil.copy(config, tmp_path / 'config.json')
+  config = {
+    'model_type': 'kimi_k25',
+    'text_config': raw_config('moonlight', num_nextn_predict_layers=2),
+    'vision_config': {},
+  }
+  (tmp_path / 'config.json').write_text(json.dumps(config))
   (tmp_path / 'generation_config.json').write_text('{"eos_token_id": [5]}')
   text = describe(tmp_path)
-  assert 'skipped: 2 (layer behind the last' in text
+  assert 'skipped: 6 (multi-token prediction)' in text
   assert "skipped: 1 (vision), 16 bytes, first 'vision_tower.x'" in text
   assert 'stop ids: 1, 5' in text
   assert 'eh_proj' not in text.split('tensor  ')[1]
@@ -137,7 +144,7 @@ def test_what_cannot_be_described(tmp_path):
         'quantisation: fp8, a scale for 128 x 128',
         'bytes: F32 ',
         ', F8_E4M3 ',
-        'skipped: 4 (layer behind the last (multi-token prediction)), 267,520',
+        'skipped: 4 (multi-token prediction), 267,520',
       ],
     ),
   ],

@@ -1,5 +1,6 @@
 """Windows, causality, amplitudes and speculators' layout of drafters."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kdtree_jax import api, generation
+from kdtree_jax import api, generation, sessions
 from kdtree_jax.drafters import dflash
 from kdtree_jax.drafters.base import TargetHead
 from kdtree_jax.drafters.dflash import (
@@ -331,6 +332,21 @@ SPECULATORS_FAULTS = [
     lambda t: t.update({'d2t': np.ones(64, np.int64)}),
     "'d2t' does not lead to different ids",
   ),
+  (
+    {},
+    lambda t: t.update({'t2d': np.arange(64) < 63}),
+    "'t2d' does not mark the ids that 'd2t' leads to",
+  ),
+  (
+    {},
+    lambda t: t.update({'t2d': np.ones(63, np.bool_)}),
+    r"'t2d' has shape \[63\], the config asks for \[64\]",
+  ),
+  (
+    {},
+    lambda t: t.update({'t2d': np.ones(64, np.float32)}),
+    "'t2d' has dtype F32; supported: BOOL",
+  ),
   ({'architectures': ['x']}, lambda t: None, 'supported: DFlashDraftModel, DF'),
   ({'speculators_model_type': 'eagle3'}, lambda t: None, "is 'eagle3'"),
   ({'sample_from_anchor': True}, lambda t: None, 'sample_from_anchor'),
@@ -350,6 +366,51 @@ def test_speculators_that_are_refused(changes, spoil, match, tmp_path):
   with pytest.raises(UserError, match=match) as info:
     api.load_drafter(folder, support.fixture(NAME))
   assert '\n' not in str(info.value)
+
+
+@pytest.mark.parametrize('entry', range(4))
+def test_both_maps_of_a_draft_vocabulary_say_the_same(tmp_path, entry):
+  """One id more, one less, and another one in its place."""
+  target, ids = support.fixture(NAME), [0, 5, 9, 63]
+  tensors = speculators_tensors(ids)
+  for spoil in ((), (1,), (ids[entry],), (ids[entry], 1)):
+    mask = tensors['t2d'].copy()
+    mask[list(spoil)] ^= True
+    folder = speculators_folder(
+      tmp_path, tensors | {'t2d': mask}, draft_vocab_size=4
+    )
+    if not spoil:
+      params = api.load_drafter(folder, target).params
+      assert np.asarray(params['d2t'] + np.arange(4)).tolist() == ids
+      assert 't2d' not in params
+      floats = sum(v.size for v in tensors.values() if v.dtype.kind == 'f')
+      assert f'parameters: {floats:,}\n' in describe(folder)
+      continue
+    with pytest.raises(CheckpointError, match="'t2d' does not mark the ids"):
+      api.load_drafter(folder, target)
+
+
+def test_a_drafter_of_another_target_is_refused_where_it_is_used():
+  """Each size by itself, of a trained drafter and of a stub."""
+  target = support.fixture(NAME)
+  drafter = api.load_drafter(DATA / NAME / 'dflash', target)
+  config = target.config
+  for field, value in (
+    ('hidden_size', 2 * config.hidden_size),
+    ('vocab_size', config.vocab_size + 1),
+    ('num_hidden_layers', config.num_hidden_layers + 1),
+  ):
+    wrong = dataclasses.replace(
+      target, config=dataclasses.replace(config, **{field: value})
+    )
+    match = f'dflash does not fit the target: .* {field}=.*, not {value}'
+    with pytest.raises(UserError, match=match):
+      generation.generate(wrong, drafter, [1, 2])
+    with pytest.raises(UserError, match=match):
+      sessions.Stream(wrong, drafter, [[1, 2]])
+  stub = api.load_drafter('random', support.fixture('moonlight'))
+  with pytest.raises(UserError, match='random does not fit .* vocab_size=130'):
+    generation.generate(target, stub, [1, 2])
 
 
 def test_untrained_parameters_have_the_shapes_of_loaded_ones(tmp_path):

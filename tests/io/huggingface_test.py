@@ -13,9 +13,12 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kdtree_jax import api
 from kdtree_jax.config import DrafterConfig, ModelConfig, RopeScaling
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface as hf
+from kdtree_jax.io.checkpoint_extras import NO_EXTRAS
+from kdtree_jax.io.finite import all_finite
 from kdtree_jax.io.tensors import (
   CheckpointError,
   MappingSource,
@@ -41,10 +44,12 @@ def signature(tree):
   return jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype).name), dict(tree))
 
 
-def load_target(name, tensors, dtype=jnp.float32, **changes):
+def load_target(name, tensors, dtype=jnp.float32, extras=NO_EXTRAS, **changes):
   config = hf.model_config(raw_config(name, **changes))
   source = MappingSource(tensors)
-  return hf.target_params(config, source, dtype, source_name='toy')
+  return hf.target_params(
+    config, source, dtype, source_name='toy', extras=extras
+  )
 
 
 def equal(a, b):
@@ -127,7 +132,11 @@ def test_prefixes_of_multimodal_exports(rename):
   raw = fixtures.load('moonlight')
   renamed = {rename(k): v for k, v in raw.items()}
   renamed['vision_tower.x'] = renamed['mm_projector.y'] = np.zeros(1)
-  equal(load_target('moonlight', renamed), load_target('moonlight', raw))
+  extras = hf.Extras(vision=True)
+  equal(
+    load_target('moonlight', renamed, extras=extras),
+    load_target('moonlight', raw),
+  )
 
 
 def test_shards_with_an_index_give_the_same_parameters(tmp_path):
@@ -144,30 +153,191 @@ def test_shards_with_an_index_give_the_same_parameters(tmp_path):
   equal(params, load_target('glm4_moe_lite', raw))
 
 
+MTP = ('eh_proj', 'enorm', 'hnorm', 'shared_head.norm', 'self_attn.o_proj')
+INV_FREQ = 'self_attn.rotary_emb.inv_freq'
+JUNK = {
+  f'model.layers.0.{INV_FREQ}': 'rotary buffer',
+  'vision_tower.a': 'vision',
+} | {f'model.layers.2.{part}.weight': 'multi-token prediction' for part in MTP}
+ALL_EXTRAS = hf.Extras(mtp_layers=1, vision=True)
+
+
+def match_with(junk, extras, **changes):
+  config = hf.model_config(raw_config('moonlight', **changes))
+  tensors = fixtures.load('moonlight')
+  source = MappingSource(tensors | dict.fromkeys(junk, np.zeros(3, np.int8)))
+  return hf.match_target(config, source, source_name='x', extras=extras)
+
+
 def test_skipped_tensors_are_named_with_a_reason():
-  raw = fixtures.load('moonlight')
-  junk = {
-    'model.layers.0.self_attn.rotary_emb.inv_freq': 'rotary buffer',
-    'model.layers.2.eh_proj.weight': 'layer behind the last '
-    '(multi-token prediction)',
-    'vision_tower.a': 'vision',
-  }
-  config = hf.model_config(raw_config('moonlight'))
-  source = MappingSource(raw | {name: np.zeros(3, np.int8) for name in junk})
-  match = hf.match_target(config, source, source_name='x')
-  assert match.skipped == junk
+  assert match_with(JUNK, ALL_EXTRAS).skipped == JUNK
 
 
-@pytest.mark.parametrize('with_head', [True, False])
-def test_a_tied_head_may_be_there_or_not(with_head):
+UNJUSTIFIED = {
+  'no vision': (
+    JUNK,
+    hf.Extras(mtp_layers=1),
+    "'vision_tower.a' is not part .*: the config has no vision_config",
+  ),
+  'vision in the language model': (
+    ['language_model.model.vision_tower.a'],
+    ALL_EXTRAS,
+    'vision_tower.a. is not part of this architecture$',
+  ),
+  'no MTP layer announced': (
+    JUNK,
+    hf.Extras(vision=True),
+    r"'model.layers.2.eh_proj.weight' .*num_hidden_layers is 2, .*"
+    r'\(num_nextn_predict_layers\).* \(and 4 more: .*enorm.*, \.\.\.\)',
+  ),
+  'more MTP layers than announced': (
+    [*JUNK, *(name.replace('.2.', '.3.') for name in JUNK if '.2.' in name)],
+    ALL_EXTRAS,
+    "'model.layers.3.eh_proj.weight' is not part",
+  ),
+  'a layer without the projection of an MTP layer': (
+    set(JUNK) - {'model.layers.2.eh_proj.weight'},
+    ALL_EXTRAS,
+    "'model.layers.2.enorm.weight' is not part",
+  ),
+  'an MTP layer with a part that none has': (
+    [*JUNK, 'model.layers.2.odd.weight'],
+    ALL_EXTRAS,
+    "'model.layers.2.odd.weight' is not part",
+  ),
+  'a rotary buffer of a layer that is not there': (
+    [f'model.layers.7.{INV_FREQ}'],
+    ALL_EXTRAS,
+    'inv_freq. is not part',
+  ),
+  'a rotary buffer outside of attention': (
+    ['model.layers.0.mlp.rotary_emb.inv_freq'],
+    ALL_EXTRAS,
+    'inv_freq. is not part',
+  ),
+}
+
+
+@pytest.mark.parametrize('case', UNJUSTIFIED)
+def test_what_the_config_does_not_announce_is_not_skipped(case):
+  junk, extras, match = UNJUSTIFIED[case]
+  with pytest.raises(CheckpointError, match=match) as info:
+    match_with(junk, extras)
+  assert '\n' not in str(info.value)
+
+
+def test_what_a_config_announces():
+  def extras(name='moonlight', **changes):
+    return hf.read_extras(raw_config(name, **changes), 'c.json')
+
+  assert extras() == hf.Extras()
+  assert extras('deepseek_v3_fp8') == hf.Extras(mtp_layers=1)
+  assert extras('kimi_k25_int4') == hf.Extras(vision=True)
+  assert extras('kimi_k25_int4', vision_config=None) == hf.Extras()
+  # The family's own class says 1, but V2 has no such layers.
+  assert extras(num_nextn_predict_layers=None).mtp_layers == 1
+  v2 = extras('deepseek_v2_lite', num_nextn_predict_layers=None)
+  assert v2.mtp_layers == 0
+  # Only the wrapper of a multimodal model has vision.
+  assert not extras(vision_config={'depth': 3}).vision
+  with pytest.raises(CheckpointError, match=r"c\.json: num_nextn.* is '1'"):
+    extras(num_nextn_predict_layers='1')
+
+
+def test_layers_that_the_config_does_not_count_are_refused(tmp_path):
+  """Nothing tells them from a truncated model: both are listed."""
+  raw = raw_config('deepseek_v3', num_hidden_layers=2)
+  raw['num_nextn_predict_layers'] = 1
+  tensors = fixtures.load('deepseek_v3')
+  tensors.pop('model.norm.weight')
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  safetensors.numpy.save_file(tensors, tmp_path / 'model.safetensors')
+  with pytest.raises(
+    CheckpointError,
+    match=r"'model.norm.weight' is missing, expected \[64\]; tensor "
+    r"'model.layers.2.input_layernorm.weight' is not part.* num_hidden_layers "
+    r'is 2, .* \(and 61 more: ',
+  ):
+    api.load_target(tmp_path)
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding():
   raw = fixtures.load('moonlight')
-  if not with_head:
-    del raw['lm_head.weight']
-  params = load_target('moonlight', raw, tie_word_embeddings=True)
-  assert 'lm_head' not in params
-  if not with_head:
-    with pytest.raises(CheckpointError, match="'lm_head.weight' is missing"):
-      load_target('moonlight', raw)
+  tied = {'tie_word_embeddings': True}
+  with pytest.raises(
+    CheckpointError,
+    match="toy: tensor 'lm_head.weight' differs from 'model.embed_tokens"
+    r".weight', .* set tie_word_embeddings to false",
+  ):
+    load_target('moonlight', raw, **tied)
+  head = raw.pop('lm_head.weight')
+  embedding = raw['model.embed_tokens.weight']
+  wanted = load_target('moonlight', raw, **tied)
+  assert 'lm_head' not in wanted
+  with pytest.raises(CheckpointError, match="'lm_head.weight' is missing"):
+    load_target('moonlight', raw)
+  equal(
+    load_target('moonlight', raw | {'lm_head.weight': embedding}, **tied),
+    wanted,
+  )
+  with pytest.raises(
+    CheckpointError, match=r"'lm_head.weight' has shape \[129"
+  ):
+    load_target('moonlight', raw | {'lm_head.weight': head[:-1]}, **tied)
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('stored', [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_plain_weights_that_are_not_finite_are_refused(value, stored):
+  """Wherever they are: a norm, an expert, a router and its bias."""
+  for name in (
+    'model.norm.weight',
+    'model.layers.1.mlp.experts.5.down_proj.weight',
+    'model.layers.1.mlp.gate.weight',
+    'model.layers.1.mlp.gate.e_score_correction_bias',
+  ):
+    tensors = fixtures.load('moonlight')
+    tensors[name] = tensors[name].astype(stored)
+    tensors[name].flat[-1] = value
+    with pytest.raises(
+      CheckpointError, match=f"toy: tensor '{name}' holds NaN or infinity"
+    ):
+      load_target('moonlight', tensors)
+
+
+def test_a_weight_that_overflows_the_dtype_is_refused():
+  tensors = fixtures.load('moonlight')
+  tensors[NORM][3] = 3.4e38
+  load_target('moonlight', tensors)
+  with pytest.raises(CheckpointError, match=f"'{NORM}' .* large for bfloat16"):
+    load_target('moonlight', tensors, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+  'dtype',
+  [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn],
+)
+def test_finite_is_what_numpy_calls_so(dtype):
+  """Of patterns all over the range and of the last finite ones, times 16."""
+  largest = ml_dtypes.finfo(dtype).max
+  size, limit = np.dtype(dtype).itemsize, int(largest.view(bits_of(dtype)))
+  edges = [limit - 1, limit, limit + 1, (1 << 8 * size - 1) - 1]
+  step = max(1, (1 << 8 * size) // 1021)
+  bits = np.r_[edges, np.arange(0, 1 << 8 * size, step)]
+  bits = np.r_[bits, bits | 1 << 8 * size - 1].astype(bits_of(dtype))
+  with np.errstate(all='ignore'):
+    for value in bits.view(dtype)[:, None]:
+      wide = value.astype(np.float64)[0]
+      assert all_finite(value) == np.isfinite(wide)
+      # To within the rounding of a sixteenth.
+      product = abs(wide) * 16 / float(largest)
+      assert not product < 1 or all_finite(value, 16)
+      assert product <= 1 or not all_finite(value, 16)
+  assert all_finite(value[:0]) and all_finite(np.zeros((2, 1, 3), dtype))
+
+
+def bits_of(dtype):
+  return f'u{np.dtype(dtype).itemsize}'
 
 
 def test_attention_biases():
@@ -363,6 +533,26 @@ DRAFTER_FAULTS = {
     lambda t: t.update({'fc.weight': t['fc.weight'].astype(np.int32)}),
     'dtype I32',
   ),
+  'NaN': (
+    lambda t: t['fc.weight'].__setitem__((1, 2), np.nan),
+    "'fc.weight' holds NaN or infinity",
+  ),
+  'missing and unknown': (
+    lambda t: t.update({'fc2.weight': t.pop('fc.weight')}),
+    "'fc.weight' is missing, .*; tensor 'fc2.weight' is not part",
+  ),
+  'rotary buffer of no layer': (
+    lambda t: t.update({f'layers.1.{INV_FREQ}': np.zeros(8)}),
+    'inv_freq. is not part',
+  ),
+  'rotary buffer elsewhere': (
+    lambda t: t.update({f'a.b.{INV_FREQ}': np.zeros(8)}),
+    'inv_freq. is not part',
+  ),
+  'mask without a head': (
+    lambda t: t.update({'t2d': np.ones(130, np.bool_)}),
+    "'t2d' is not part",
+  ),
 }
 
 
@@ -486,7 +676,11 @@ def test_a_multimodal_wrapper_is_unwrapped():
     ({'text_config': None}, 'text_config is missing'),
     ({'text_config': 3}, 'text_config: 3 is not a JSON object'),
     ({'text_config': raw}, "text_config: model_type is 'kimi_k25'"),
-    ({'tie_word_embeddings': True}, 'tie_word_embeddings'),
+    ({'tie_word_embeddings': True}, 'tie_word_embeddings is True; only False'),
+    (
+      {'text_config': text | {'tie_word_embeddings': True}},
+      'tie_word_embeddings is False; only True',
+    ),
     (
       {'text_config': text | {'quantization_config': {'quant_method': 'x'}}},
       "text_config: quantization_config: quant_method says 'x'",
@@ -519,6 +713,10 @@ RAISES = {
     (['deepseek_v3'], 'model_type'),
     ({}, 'model_type'),
   ],
+  'architectures': [
+    (['DeepseekV2ForCausalLM'], 'holds DeepseekV2ForCausalLM, but model_type'),
+    (['X', 'Glm4MoeLiteForCausalLM'], 'but model_type is deepseek_v3'),
+  ],
   'hidden_act': [('gelu', "hidden_act is 'gelu'; only 'silu'")],
   'hidden_size': [
     ('64', "hidden_size is '64', not an integer"),
@@ -544,6 +742,7 @@ RAISES = {
     (math.nan, 'routed_scaling_factor'),
     (True, 'routed_scaling_factor'),
   ],
+  'max_position_embeddings': [(None, 'missing'), (0, 'max_position')],
   'rms_norm_eps': [(None, 'missing'), (0, 'rms_norm_eps'), (-1, 'rms_norm')],
   'n_group': [(None, 'n_group is missing'), (3, 'n_group=3'), (0, 'n_group')],
   'topk_group': [(5, 'topk_group=5')],
@@ -659,8 +858,6 @@ def test_drafter_keys_at_either_level():
 
 def test_drafter_defaults():
   raw = drafter_raw(
-    block_size=None,
-    rope_theta=None,
     rope_scaling=None,
     num_target_layers=61,
     num_hidden_layers=6,
@@ -672,9 +869,8 @@ def test_drafter_defaults():
     target_hidden_size=64,
   )
   config = hf.drafter_config(raw)
-  assert config.block_size == 16
   assert config.target_layer_ids == (1, 12, 24, 35, 47, 58)
-  assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
+  assert config.rope_scaling is None
 
 
 def dflash(**changes):
@@ -724,6 +920,15 @@ DRAFTER_RAISES = [
   ({'head_dim': None}, 'head_dim is missing'),
   ({'head_dim': 15}, 'head_dim=15 must be even'),
   ({'block_size': 0}, 'block_size'),
+  # No shape is a witness of these, and engines fill in different numbers.
+  ({'block_size': None}, 'block_size is missing'),
+  ({'rope_theta': None}, 'rope_theta is missing'),
+  ({'rms_norm_eps': None}, 'rms_norm_eps is missing'),
+  ({'max_position_embeddings': None}, 'max_position_embeddings is missing'),
+  (
+    {'use_sliding_window': True, 'sliding_window': 4},
+    'max_window_layers is missing',
+  ),
   ({'target_hidden_size': 32}, 'target_hidden_size is 32; only 64'),
   ({'output_multiplier': 2.0}, 'output_multiplier is 2.0; only 1'),
   ({'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, "is 'dynamic'"),

@@ -474,6 +474,11 @@ CONTENTS = {
     lambda t: t.update({'target/model.odd.weight': FLOATS}),
     "'target/model.odd.weight' is unexpected",
   ),
+  'missing and extra': (
+    lambda t: t.update({'target/x': t.pop(NORM), 'target/y': FLOATS}),
+    f"'{NORM}' is missing; tensor 'target/x' is unexpected .and 1 more: "
+    "'target/y'.",
+  ),
   'no section': (lambda t: t.update(odd=FLOATS), 'belongs to no section'),
   'other section': (
     lambda t: t.update({'targets/x': FLOATS}),

@@ -42,6 +42,7 @@ def load(name, tensors, config=None, **options):
     options.pop('dtype', jnp.float32),
     source_name='the-file',
     quantization=hf.quantization(raw, 'c.json'),
+    extras=hf.read_extras(raw, 'c.json'),
     **options,
   )
 
@@ -241,12 +242,13 @@ def test_progress_counts_every_byte_that_is_used():
   seen = []
   target = api.load_target(DATA / FP8, progress=seen.append)
   source = SafetensorsSource(DATA / FP8)
-  config = target.config
+  raw = hf.read_json(DATA / FP8 / 'config.json')
   match = hf.match_target(
-    config,
+    target.config,
     source,
     source_name='x',
-    quantization=hf.quantization(hf.read_json(DATA / FP8 / 'config.json')),
+    quantization=hf.quantization(raw),
+    extras=hf.read_extras(raw),
   )
   assert sum(seen) == sum(source.view(n).nbytes for n in match.names.values())
   assert all('layers.2' in name for name in match.skipped)
@@ -267,6 +269,7 @@ def test_weights_that_cannot_be(weights, dtype, match):
 # ------------------------------------------------------------------ faults
 
 EXPERT = 'language_model.model.layers.1.mlp.experts.3.up_proj.weight'
+ROUTER_BIAS = 'language_model.model.layers.1.mlp.gate.e_score_correction_bias'
 LINEAR = 'model.layers.0.self_attn.o_proj.weight'
 FAULTS = {
   'packed width': (
@@ -300,6 +303,21 @@ FAULTS = {
     INT4,
     lambda t: t[EXPERT + '_scale'].__setitem__((0, 0), np.nan),
     'up_proj.weight_scale. holds NaN or infinity',
+  ),
+  'scale too large': (
+    INT4,
+    lambda t: t[EXPERT + '_scale'].__setitem__((0, 0), 1e38),
+    'up_proj.weight_scale. holds .* or products that are too large',
+  ),
+  'fp8 scale too large': (
+    FP8,
+    lambda t: t[LINEAR + '_scale_inv'].__setitem__((0, 0), -1e36),
+    'o_proj.weight_scale_inv. holds .* or products that are too large',
+  ),
+  'bias NaN': (
+    INT4,
+    lambda t: t[ROUTER_BIAS].__setitem__(2, np.nan),
+    'e_score_correction_bias. holds NaN',
   ),
   'stated shape': (
     INT4,
@@ -461,7 +479,7 @@ def test_a_config_that_contradicts_the_tensors():
 def test_junk_of_the_fixtures_is_skipped_with_a_reason():
   for name, reasons in (
     (INT4, {'rotary buffer', 'vision'}),
-    (FP8, {'layer behind the last (multi-token prediction)'}),
+    (FP8, {'multi-token prediction'}),
   ):
     raw = hf.read_json(DATA / name / 'config.json')
     match = hf.match_target(
@@ -469,6 +487,7 @@ def test_junk_of_the_fixtures_is_skipped_with_a_reason():
       SafetensorsSource(DATA / name),
       source_name=name,
       quantization=hf.quantization(raw),
+      extras=hf.read_extras(raw),
     )
     assert set(match.skipped.values()) == reasons
 
