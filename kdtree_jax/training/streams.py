@@ -89,7 +89,8 @@ def read_arrays(path: os.PathLike | str) -> dict[str, np.ndarray]:
     UserError: it is missing or damaged.
   """
   try:
-    with np.load(path) as arrays:
+    # Opened here, because np.load leaves a broken archive open.
+    with open(path, 'rb') as file, np.load(file) as arrays:
       return {name: arrays[name] for name in arrays.files}
   except (*_BROKEN, TypeError) as e:  # A lone .npy is no archive.
     raise UserError(f'{path}: cannot be read: {one_line(e)}') from e
