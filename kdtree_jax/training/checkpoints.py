@@ -1,10 +1,12 @@
 """Checkpoints of a run, and the line of metrics beside them."""
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -84,15 +86,10 @@ class Run:
       return state
     self.records = [r for r in self.records if r['step'] <= step]
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    try:
+    with self._naming(step, 'read'):
       found = self._manager.restore(
         step, args=ocp.args.StandardRestore(abstract)
       )
-    except Exception as e:  # orbax raises what its parts raise
-      raise UserError(
-        f'{self.folder / CHECKPOINTS / str(step)}: cannot be read: '
-        f'{show(one_line(e), 300)}; choose another --output'
-      ) from e
     # By way of the host: tied to no device, as a new state is, it enters the
     # programs that are compiled already.
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), found)
@@ -100,14 +97,26 @@ class Run:
   def save(self, step: int, state: Any) -> None:
     """Writes a checkpoint; older ones go when it is whole."""
     if self._manager.latest_step() != step:
-      try:
+      with self._naming(step, 'written'):
         self._manager.save(step, args=ocp.args.StandardSave(state))
         self._manager.wait_until_finished()
-      except Exception as e:  # a full disk has many names
-        raise UserError(
-          f'{self.folder / CHECKPOINTS / str(step)}: cannot be written: '
-          f'{show(one_line(e), 300)}'
-        ) from e
+
+  @contextlib.contextmanager
+  def _naming(self, step: int, done: str) -> Iterator[None]:
+    """One line in the place of what orbax raises and logs."""
+    logger = logging.getLogger('absl')
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+      yield
+    except Exception as e:  # as many types as orbax has parts
+      text, full = one_line(e), os.strerror(errno.ENOSPC)
+      reason = full if full in text else show(text, 200)
+      raise UserError(
+        f'{self.folder / CHECKPOINTS / str(step)}: cannot be {done}: {reason}'
+      ) from e
+    finally:
+      logger.setLevel(level)
 
   def log(self, record: Mapping[str, Any]) -> None:
     """Adds a record, which has a `step`, and rewrites `metrics.jsonl`.

@@ -8,6 +8,7 @@ from typing import Any
 from kdtree_jax.config import ModelConfig, config_names, load_config
 from kdtree_jax.decode.sampling import SamplingConfig
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.files import one_line
 
 # What a value must be: its type, a test, and what a message says otherwise.
 _COUNT = (int, lambda x: 1 <= x < 2**31, 'is not in 1..2147483647')
@@ -262,8 +263,14 @@ def load_recipe(
     attribute: `RECIPE` is the target's; a drafter's has another name.
 
   Raises:
-    UserError: no such file, or it holds no such recipe.
+    UserError: no such file, it cannot be imported, or it holds no such recipe.
   """
+  if name in config_names():
+    try:
+      _module(name)
+    except Exception as e:  # the file is a user's code
+      what = '' if isinstance(e, UserError) else f'{type(e).__name__}: '
+      raise UserError(f'configs/{name}.py: {what}{one_line(e)}') from e
   config = load_config(name)
   recipe = getattr(_module(name), attribute, None)
   if recipe is None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kdtree_jax.errors import UserError
+from kdtree_jax.training import recipe
 from kdtree_jax.training.checkpoints import METRICS, RUN, Run
 from kdtree_jax.training.loop import Data, Evaluation, fit, optimizer, schedule
 from kdtree_jax.training.recipe import TrainRecipe, load_recipe
@@ -60,10 +61,10 @@ class Root:
   ],
 )
 def test_every_length_of_a_warm_up(steps, warmup, rates):
-  recipe = dataclasses.replace(RECIPE, steps=steps, warmup_steps=warmup)
-  found = [float(schedule(recipe)(step)) for step in range(steps)]
+  short = dataclasses.replace(RECIPE, steps=steps, warmup_steps=warmup)
+  found = [float(schedule(short)(step)) for step in range(steps)]
   assert found == pytest.approx(rates)
-  transform, params = optimizer(recipe), {'w': jnp.ones(2)}
+  transform, params = optimizer(short), {'w': jnp.ones(2)}
   with jax.numpy_dtype_promotion('standard'):
     update, _ = transform.update(params, transform.init(params), params)
   assert np.asarray(update['w']) == pytest.approx([-rates[0]] * 2, rel=1e-3)
@@ -147,3 +148,21 @@ def test_a_recipe_of_another_kind(monkeypatch):
   monkeypatch.setattr(configs.tiny, 'RECIPE', {'steps': 3}, raising=False)
   with pytest.raises(UserError, match='tiny.py: RECIPE is a dict, not a Train'):
     load_recipe('tiny')
+
+
+@pytest.mark.parametrize(
+  ('line', 'match'),
+  [
+    ('TrainRecipe(stepz=3)', "broken.py: TypeError: .*'stepz'"),
+    ('dataclasses.replace(RECIPE, steps=0)', 'broken.py: recipe: steps=0 is '),
+    ('1 / 0', 'broken.py: ZeroDivisionError: division by zero'),
+  ],
+)
+def test_a_recipe_file_that_cannot_be_read(line, match, monkeypatch):
+  def module(name):
+    exec(line, globals())
+
+  monkeypatch.setattr(recipe, 'config_names', lambda: ('broken',))
+  monkeypatch.setattr(recipe, '_module', module)
+  with pytest.raises(UserError, match=f'configs/{match}'):
+    load_recipe('broken')

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from kdtree_jax import generation
+from kdtree_jax import api, generation
 from kdtree_jax.decode import SamplingConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import train_drafter
@@ -166,3 +166,12 @@ def test_the_manifest_says_what_belongs_to_it(folder, tmp_path):
   manifest.write_text(json.dumps({'tokenizer': 'x'}))
   with pytest.raises(UserError, match='tokenizer.json is not the one'):
     read_corpus(tmp_path)
+
+
+def test_golden_ids_that_would_wrap():
+  target = support.target_of(MODEL)
+  drafter = api.load_drafter('oracle', target)
+  for token in (2**32 + 3, -2):
+    golden = np.array([[1, 2, token]])
+    with pytest.raises(UserError, match=f'golden id {token} is outside'):
+      generation.generate_batch(target, drafter, [[1]], golden=golden)

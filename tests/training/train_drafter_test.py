@@ -16,8 +16,10 @@ from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.convert import read_drafter
 from kdtree_jax.io.digests import tokenizer_digest
-from kdtree_jax.io.kdtr import write_bundle
-from kdtree_jax.modes import train_drafter
+from kdtree_jax.io.export import write_checkpoint
+from kdtree_jax.io.kdtr import Bundle, write_bundle
+from kdtree_jax.io.unload import target_tensors
+from kdtree_jax.modes import convert, train_drafter
 from kdtree_jax.modes.loading import check_pair
 from kdtree_jax.modes.run_config import RunConfig
 from kdtree_jax.training import drafter as training_drafter
@@ -202,6 +204,20 @@ def test_another_target_takes_neither_the_run_nor_the_drafter(
   write_bundle(bundle, read_drafter(name))
   with pytest.raises(UserError, match='give that target, or train a drafter'):
     api.load_drafter(bundle, other)
+  # Nor do both become one file.
+  folder, both = tmp_path / 'target', tmp_path / 'pair.kdtr'
+  tensors = target_tensors(MODEL, other.params, np.float32)
+  write_checkpoint(folder, Bundle('other', MODEL, tensors, {}, None, None, {}))
+  with pytest.raises(UserError, match=f'{name}: was trained .* not for target'):
+    convert.run(
+      RunConfig(
+        mode='convert',
+        target=str(folder),
+        drafter=str(name),
+        output=str(both),
+      )
+    )
+  assert not both.exists()
   # Another dtype is the same target.
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params)
   half = dataclasses.replace(target, params=params, dtype=jnp.bfloat16)
