@@ -1,8 +1,11 @@
 """Loading: targets and drafters from files, stubs by name."""
 
+import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +18,10 @@ from kdtree_jax.drafters import Drafter
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface, kdtr
+from kdtree_jax.io.digests import short, weights_digest
+from kdtree_jax.io.export import read_extra
 from kdtree_jax.io.tensors import MappingSource, SafetensorsSource
+from kdtree_jax.io.tokenizer import read_files
 from kdtree_jax.model import abstract_params
 from kdtree_jax.model.random_params import random_params
 
@@ -44,6 +50,7 @@ class Target:
     dtype: that the model computes in.
     stop_ids: the checkpoint's own.
     golden: of a bundle: `prompt`, `ar_tokens`, per-layer checks; else empty.
+    tokenizer: bytes of the tokenizer's files by name; empty: it has none.
   """
 
   name: str
@@ -52,6 +59,12 @@ class Target:
   dtype: Any
   stop_ids: tuple[int, ...]
   golden: dict[str, np.ndarray]
+  tokenizer: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def digest(self) -> str:
+    """The digest of all weights, the same whatever they are loaded as."""
+    return weights_digest(self.params, rounded=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,7 +115,13 @@ def load_target(
       progress=progress,
     )
     return Target(
-      bundle.name, config, params, jax_dtype, config.eos_token_id, golden
+      bundle.name,
+      config,
+      params,
+      jax_dtype,
+      config.eos_token_id,
+      golden,
+      bundle.tokenizer,
     )
   raw = huggingface.read_json(_folder(path, 'target') / 'config.json')
   where = str(path / 'config.json')
@@ -118,7 +137,11 @@ def load_target(
     progress=progress,
   )
   stop_ids = huggingface.stop_ids(path, raw)
-  return Target(path.name, config, params, jax_dtype, stop_ids, {})
+  files: dict[str, bytes] = {}
+  # One that cannot be read is no obstacle to token ids.
+  with contextlib.suppress(UserError):
+    files = read_files(path)
+  return Target(path.name, config, params, jax_dtype, stop_ids, {}, files)
 
 
 def random_target(
@@ -195,6 +218,8 @@ def load_drafter(
     if bundle.drafter is None:
       raise UserError(f'{path}: the bundle holds no drafter')
     config, source = bundle.drafter_config, MappingSource(bundle.drafter)
+    # Of a pair in one file it is the target's.
+    recipe = bundle.recipe if bundle.target is None else {}
   else:
     if not path.exists():
       known = ', '.join(registry.names('drafter'))
@@ -205,11 +230,13 @@ def load_drafter(
       huggingface.read_json(where), str(where), target.config.num_hidden_layers
     )
     source = SafetensorsSource(folder)
+    _, recipe, _ = read_extra(folder, name)
   config = huggingface.with_attention_factor(config, attention_factor)
   size = config.block_size if block_size is None else block_size
   _check_block_size(size, config.block_size)
   drafter = DFlashDrafter(config, size)
   check_fit(drafter, target.config, name)
+  _check_trained_for(recipe, target, name)
   params = huggingface.drafter_params(
     config, source, target.dtype, source_name=name
   )
@@ -247,6 +274,26 @@ def _check_block_size(size: int, trained: int | None) -> None:
     raise UserError(
       f'block_size={size} exceeds the {trained} that the drafter was trained '
       'for'
+    )
+
+
+def trained_for(target: Target) -> dict[str, str]:
+  """What the recipe of a drafter says of its target, under `target`."""
+  return {'name': target.name, 'weights': target.digest}
+
+
+def _check_trained_for(
+  recipe: Mapping[str, Any], target: Target, name: str
+) -> None:
+  """Refuses a drafter that names another target; many name none."""
+  stated = recipe.get('target')
+  weights = stated.get('weights') if isinstance(stated, Mapping) else None
+  if isinstance(weights, str) and weights != target.digest:
+    raise UserError(
+      f'drafter {name}: was trained for the target {stated.get("name")} with '
+      f'the weights {short(weights)}, not for {target.name} with '
+      f'{short(target.digest)}; give that target, or train a drafter with '
+      '--mode=train_drafter'
     )
 
 

@@ -1,6 +1,7 @@
 """Generating as a user calls it: one prompt or a batch."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -366,7 +367,17 @@ def golden_continuations(
 
 
 def golden_params(engine: Engine, sequences: Prompts) -> dict[str, jax.Array]:
-  """Parameters of a drafter that needs golden sequences, one for each row."""
+  """Parameters of a drafter that needs golden sequences, one for each row.
+
+  Raises:
+    UserError: an id outside the vocabulary, which int32 might wrap.
+  """
+  vocab_size = engine.config.vocab_size
+  for token in itertools.chain.from_iterable(sequences):
+    if not 0 <= token < vocab_size:
+      raise UserError(
+        f'golden id {token} is outside the vocabulary of {vocab_size}'
+      )
   golden = np.full((len(sequences), token_slots(engine)), -1, np.int32)
   for row, ids in zip(golden, sequences, strict=True):
     count = min(len(ids), len(row))

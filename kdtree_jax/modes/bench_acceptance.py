@@ -20,11 +20,12 @@ from kdtree_jax.analysis.plots import (
 from kdtree_jax.analysis.report import Row, markdown, summarise
 from kdtree_jax.decode import GenerateResult, SamplingConfig
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.digests import sha256
 from kdtree_jax.io.files import write_atomically
 from kdtree_jax.io.results import write_jsonl
 from kdtree_jax.io.tokenizer import Tokenizer
 from kdtree_jax.modes import generate, sweep
-from kdtree_jax.modes.loading import load_target
+from kdtree_jax.modes.loading import check_pair, load_target
 from kdtree_jax.modes.run_config import (
   RunConfig,
   check_budgets,
@@ -34,6 +35,7 @@ from kdtree_jax.modes.run_config import (
   required,
   status,
 )
+from kdtree_jax.training.corpus import Corpus
 
 FLAGS = (
   *('target', 'drafter', 'drafter_attention_factor', 'dtype', 'weights'),
@@ -74,8 +76,11 @@ class Job(NamedTuple):
 def run(config: RunConfig) -> int:
   """Prints and writes what was found; 1 if float32 outputs are not AR's."""
   _check(config)
-  prompts, tokenizer = sweep.passages(config)
+  corpus = sweep.corpus_of(config)
+  prompts, tokenizer = sweep.passages(config, corpus)
   target = load_target(config)
+  if corpus is not None:
+    check_pair(corpus, target)
   with status('loading the drafter'):
     drafter = api.load_drafter(
       required(config.drafter, 'drafter', config.mode),
@@ -83,7 +88,7 @@ def run(config: RunConfig) -> int:
       config.block_size,
       config.drafter_attention_factor,
     )
-  bench = _Bench(config, target, drafter, prompts, tokenizer)
+  bench = _Bench(config, target, drafter, corpus, prompts, tokenizer)
   records = sweep.read_runs(config.output, bench.common)
   items = _plan(config, drafter, forced=prompts[0].text is not None)
   jobs = [bench.jobs(item, records) for item in items]
@@ -144,6 +149,7 @@ class _Bench:
   config: RunConfig
   target: api.Target
   drafter: api.LoadedDrafter
+  corpus: Corpus | None
   prompts: list[sweep.Passage]
   tokenizer: Tokenizer | None
 
@@ -154,6 +160,7 @@ class _Bench:
       'target': self.target.name,
       'drafter': self.drafter.name,
       'fingerprint': sweep.fingerprint(self.target, self.drafter),
+      'corpus': self.corpus and sha256(self.corpus.identity('test'))[:16],
       'dtype': np.dtype(self.target.dtype).name,
       'block_size': self.drafter.block_size,
       'max_new_tokens': sweep.max_new_tokens(self.config),

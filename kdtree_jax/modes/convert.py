@@ -5,7 +5,7 @@ import pathlib
 from kdtree_jax import api
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.convert import read_checkpoint, read_drafter
-from kdtree_jax.io.export import write_checkpoint
+from kdtree_jax.io.export import read_extra, write_checkpoint
 from kdtree_jax.io.files import one_line
 from kdtree_jax.io.kdtr import read_bundle, write_bundle
 from kdtree_jax.io.tensors import read_json
@@ -59,8 +59,18 @@ def _to_bundle(
   if config.target is None:
     bundle = read_drafter(source, dtype=dtype)
   else:
+    _check_pair(config.drafter, source)
     bundle = read_checkpoint(source, expanded=dtype, drafter=config.drafter)
   write_bundle(output, bundle)
+
+
+def _check_pair(drafter: str | None, source: pathlib.Path) -> None:
+  """Refuses a drafter that names another target."""
+  if drafter is None:
+    return
+  _, recipe, _ = read_extra(pathlib.Path(drafter), drafter)
+  if 'target' in recipe:
+    api.load_drafter(drafter, api.load_target(source))
 
 
 def _to_folder(

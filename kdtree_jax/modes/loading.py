@@ -15,6 +15,7 @@ from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import Progress
 from kdtree_jax.modes.run_config import RunConfig, required, status
+from kdtree_jax.training.corpus import Corpus
 
 # A drafter that is refused so often in a row is probably another target's.
 PATIENCE = 32
@@ -84,6 +85,24 @@ def check_target(config: RunConfig) -> None:
     if getattr(config, flag) is not None:
       raise UserError(f'--config and --{flag} exclude each other')
   load_config(config.config)
+
+
+def check_pair(corpus: Corpus, target: api.Target) -> None:
+  """Refuses a corpus that is not in the target's tokens.
+
+  A target without a tokenizer cannot be asked; a line says so.
+
+  Raises:
+    UserError: names both.
+  """
+  corpus.check_vocabulary(target.config.vocab_size)
+  corpus.check_tokenizer(target.tokenizer, target.name)
+  if not target.tokenizer:
+    print(
+      f'warning: the target {target.name} has no tokenizer; whether '
+      f'--corpus={corpus.folder} is in its tokens cannot be told',
+      file=sys.stderr,
+    )
 
 
 def mismatch(

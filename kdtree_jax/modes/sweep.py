@@ -9,22 +9,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import rich.console
 import rich.progress
 
 from kdtree_jax import api, generation
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.digests import weights_digest
 from kdtree_jax.io.files import parse_json
 from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
 from kdtree_jax.modes import texts
 from kdtree_jax.modes.run_config import RunConfig
-from kdtree_jax.training.corpus import read_corpus
+from kdtree_jax.training.corpus import Corpus, read_corpus
 
 NUM_PROMPTS, PROMPT_LENGTH = 100, 128
-# Of every array, what tells one trained model from another.
-_LEADING = 64
 
 
 class Passage(NamedTuple):
@@ -41,13 +39,22 @@ class Passage(NamedTuple):
   text: list[int] | None
 
 
+def corpus_of(config: RunConfig) -> Corpus | None:
+  """`--corpus`, None without; whether it fits the target is not asked."""
+  return None if config.corpus is None else read_corpus(config.corpus)
+
+
 def passages(
-  config: RunConfig,
+  config: RunConfig, corpus: Corpus | None = None
 ) -> tuple[list[Passage], Tokenizer | None]:
   """The prompts of `--prompts`, or passages of the test split of `--corpus`.
 
   Those are cut from different documents, at places that depend on nothing but
   the corpus and the sizes.
+
+  Args:
+    config: the flags.
+    corpus: that of `--corpus`, which is read if it is not given.
 
   Raises:
     UserError: none or both are given, or the corpus has no such text.
@@ -66,7 +73,7 @@ def passages(
     if len({passage.id for passage in found}) < len(found):
       raise UserError(f'--prompts={config.prompts}: two prompts have one id')
     return found, tokenizer
-  corpus = read_corpus(config.corpus)
+  corpus = corpus or read_corpus(config.corpus)
   length = config.prompt_length or PROMPT_LENGTH
   need = length + max_new_tokens(config)
   rng = np.random.default_rng(0)
@@ -96,10 +103,13 @@ def max_new_tokens(config: RunConfig) -> int:
 
 
 def fingerprint(target: api.Target, drafter: api.LoadedDrafter) -> str:
-  """Tells one pair of models from another, whatever it is called."""
-  digest = hashlib.sha256()
-  for leaf in jax.tree.leaves((target.params, drafter.params)):
-    digest.update(np.asarray(leaf.reshape(-1)[:_LEADING]).tobytes())
+  """Tells one pair of models from another, whatever it is called.
+
+  By all weights as they are loaded, and by both architectures.
+  """
+  digest = hashlib.sha256(repr((target.config, drafter.drafter)).encode())
+  for params in (target.params, drafter.params):
+    digest.update(weights_digest(params).encode())
   return digest.hexdigest()[:16]
 
 

@@ -1,12 +1,11 @@
 """`--mode=train_drafter`: a DFlash drafter for a target, from a corpus."""
 
 import dataclasses
-import hashlib
 import pathlib
 import shutil
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -18,17 +17,29 @@ from kdtree_jax.decode.generate import generate
 from kdtree_jax.decode.sampling import Sampling
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.bundle import Bundle
+from kdtree_jax.io.digests import weights_digest
 from kdtree_jax.io.export import write_checkpoint
-from kdtree_jax.io.files import canonical_json
 from kdtree_jax.io.huggingface import drafter_shapes
-from kdtree_jax.modes.loading import loading
+from kdtree_jax.modes.loading import check_pair, loading
 from kdtree_jax.modes.run_config import RunConfig, required, status
 from kdtree_jax.training.checkpoints import Run
 from kdtree_jax.training.corpus import Corpus, read_corpus
 from kdtree_jax.training.drafter import DraftTask, drafter_config
 from kdtree_jax.training.loop import Data, Evaluation, fit
+from kdtree_jax.training.packing import check_windows, window_starts
 from kdtree_jax.training.recipe import DrafterRecipe, load_recipe
-from kdtree_jax.training.rollouts import choose_prompts, cut_loops, mix
+from kdtree_jax.training.rollouts import (
+  choose_prompts,
+  cut_loops,
+  mix,
+  num_added,
+)
+from kdtree_jax.training.streams import (
+  as_ids,
+  id_dtype,
+  read_arrays,
+  write_arrays,
+)
 
 FLAGS = ('target', 'weights', 'corpus', 'recipe', 'train_steps', 'output')
 # What a recipe's file calls the drafter's.
@@ -47,6 +58,7 @@ def run(config: RunConfig) -> int:
   _, recipe = load_recipe(name, ATTRIBUTE)
   recipe = recipe.with_steps(config.train_steps)
   read = read_corpus(corpus)
+  prompts(recipe, read)
   with loading(path) as progress:
     target = api.load_target(
       path, recipe.compute_dtype, config.weights or 'as_stored', progress
@@ -80,28 +92,26 @@ def train(
     continuations that the target gives to prompts of the validation split.
 
   Raises:
-    UserError: corpus, target and recipe do not fit each other.
+    UserError: corpus, target and recipe do not fit each other, or the folder
+      has another run.
   """
-  if corpus.vocab_size > target.config.vocab_size:
-    raise UserError(
-      f'--corpus={corpus.folder}: its tokenizer has {corpus.vocab_size} '
-      f'tokens, the target {target.config.vocab_size}'
-    )
+  check_pair(corpus, target)
+  begins = prompts(recipe, corpus)
   config = drafter_config(recipe, target.config, corpus.mask)
   identity = {
     'mode': 'train_drafter',
-    'target': [target.config.to_dict(), fingerprint(target)],
+    'target': target.config.to_dict(),
+    'weights': weights_digest(target.params),
     'recipe': dataclasses.asdict(recipe),
-    'corpus': hashlib.sha256(
-      canonical_json(corpus.manifest).encode()
-    ).hexdigest(),
+    'corpus': corpus.identity('train', 'validation'),
   }
   folder = Run(output, identity)
   try:
-    rollouts, greedy = _rollouts(target, corpus, recipe, output)
+    rollouts, greedy = _rollouts(target, begins, recipe, output)
     data = Data(
       train=mix(
-        corpus.tokens('train'),
+        # The target may have more ids than the corpus, and its rollouts too.
+        corpus.tokens('train').astype(id_dtype(target.config.vocab_size)),
         [row for rows in rollouts for row in cut_loops(rows)],
         recipe.rollout_share,
         corpus.end_of_text,
@@ -126,7 +136,9 @@ def train(
       stream = _windows(greedy, recipe.sequence_length, data)
       found = validate(state.params, stream, target.params, limit=len(greedy))
       found = {f'greedy_{key}': value for key, value in found.items()}
-      write_drafter(output / DRAFTER_FOLDER, config, state.params, recipe)
+      write_drafter(
+        output / DRAFTER_FOLDER, config, state.params, recipe, target
+      )
       folder.log({'step': recipe.steps, **found})
     return folder.records
   finally:
@@ -145,20 +157,52 @@ def _windows(greedy: np.ndarray, length: int, data: Data) -> np.ndarray:
     greedy, ((0, 0), (0, missing)), constant_values=data.end_of_text
   )
   tokens = max(windows.size + 1, len(data.validation))
-  stream = np.full(tokens, data.end_of_text, np.uint16)
+  stream = np.full(tokens, data.end_of_text, greedy.dtype)
   stream[: windows.size] = windows.reshape(-1)
   return stream
 
 
-def fingerprint(target: api.Target) -> str:
-  """Tells two trainings of one architecture apart by their last norm."""
-  norm = np.asarray(target.params['norm']['weight'], np.float32)
-  return hashlib.sha256(norm.tobytes()).hexdigest()
+class Prompts(NamedTuple):
+  """What rollouts begin with.
+
+  Attributes:
+    train: for each length of `recipe.prompt_tokens` rows `[N, length]` of the
+      train split, as many for each.
+    validation: `[N, recipe.prompt_tokens[0]]` of the validation split.
+  """
+
+  train: list[np.ndarray]
+  validation: np.ndarray
+
+
+def prompts(recipe: DrafterRecipe, corpus: Corpus) -> Prompts:
+  """Draws the prompts, and refuses what would fail after the rollouts.
+
+  Raises:
+    UserError: the corpus is too small, or its documents are too short.
+  """
+  train, validation = corpus.tokens('train'), corpus.tokens('validation')
+  length, count = recipe.sequence_length, len(train)
+  if recipe.rollouts:
+    count += num_added(count, recipe.rollout_share)
+  window_starts(count, length, recipe.batch_size, 0, recipe.seed)
+  check_windows(len(validation), length, 'validation')
+  lengths, end = recipe.prompt_tokens, corpus.end_of_text
+  share = -(-recipe.rollouts // len(lengths))
+  return Prompts(
+    [
+      choose_prompts(train, end, share, tokens, recipe.seed + number)
+      for number, tokens in enumerate(lengths)
+    ],
+    choose_prompts(
+      validation, end, recipe.validation_rollouts, lengths[0], recipe.seed
+    ),
+  )
 
 
 def _rollouts(
   target: api.Target,
-  corpus: Corpus,
+  begins: Prompts,
   recipe: DrafterRecipe,
   output: pathlib.Path,
 ) -> tuple[list[np.ndarray], np.ndarray]:
@@ -169,30 +213,48 @@ def _rollouts(
   """
   path, lengths = output / ROLLOUTS, recipe.prompt_tokens
   names = [f'train_{number}' for number in range(len(lengths))]
+  wanted = dict(zip(names, begins.train, strict=True))
+  wanted['validation'] = begins.validation
   if path.exists():
-    with np.load(path) as arrays:
-      return [arrays[name] for name in names], arrays['validation']
-  share = -(-recipe.rollouts // len(lengths))
+    found = _stored(path, wanted, recipe, target.config.vocab_size)
+    return [found[name] for name in names], found['validation']
+  share = len(begins.train[0])
   most = max(share, recipe.validation_rollouts)
   roller = Roller(target, max(lengths) + recipe.rollout_tokens, min(ROWS, most))
-
-  def found(split, number, count, temperatures):
-    end, stream = corpus.end_of_text, corpus.tokens(split)
-    seed = recipe.seed + number
-    prompts = choose_prompts(stream, end, count, lengths[number], seed)
-    return roller(prompts, recipe.rollout_tokens, temperatures, seed * share)
-
+  count = recipe.rollout_tokens
   train = [
-    found('train', number, share if recipe.rollouts else 0, recipe.temperatures)
-    for number in range(len(lengths))
+    roller(rows, count, recipe.temperatures, (recipe.seed + number) * share)
+    for number, rows in enumerate(begins.train)
   ]
-  validation = found('validation', 0, recipe.validation_rollouts, (0.0,))
-  temporary = output / f'.{ROLLOUTS}'
-  with open(temporary, 'wb') as file:
-    arrays = dict(zip(names, train, strict=True))
-    np.savez_compressed(file, validation=validation, **arrays)
-  temporary.rename(path)
+  validation = roller(begins.validation, count, (0.0,), recipe.seed * share)
+  arrays = dict(zip(names, train, strict=True))
+  write_arrays(path, {'validation': validation, **arrays})
   return train, validation
+
+
+def _stored(
+  path: pathlib.Path,
+  starts: dict[str, np.ndarray],
+  recipe: DrafterRecipe,
+  vocab_size: int,
+) -> dict[str, np.ndarray]:
+  """Rollouts of a file, which must continue these prompts.
+
+  Raises:
+    UserError: it is damaged, or of another corpus, recipe or target.
+  """
+  arrays = read_arrays(path)
+  for name, rows in starts.items():
+    found = arrays.get(name, np.zeros(0))
+    shape = (len(rows), rows.shape[1] + recipe.rollout_tokens)
+    same = found.shape == shape and found.dtype == id_dtype(vocab_size)
+    if not same or not np.array_equal(found[:, : rows.shape[1]], rows):
+      raise UserError(
+        f'{path}: {name} does not continue the prompts of this run; delete '
+        'the file, and it is made again'
+      )
+    as_ids(found, vocab_size, str(path))
+  return arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -216,18 +278,21 @@ class Roller:
     temperatures: tuple[float, ...],
     seed: int,
   ) -> np.ndarray:
-    """`[N, P]` prompts with `num_tokens` more: `[N, P + num_tokens]` uint16.
+    """`[N, P]` prompts with `num_tokens` more: `[N, P + num_tokens]`.
 
-    Nothing stops a row, an end of text neither.
+    In the type of the target's ids. Nothing stops a row, an end of text
+    neither.
 
     Args:
       prompts: token ids.
       num_tokens: to add to each.
       temperatures: of the rows in turn.
-      seed: of the first row; row i has seed + i.
+      seed: of the first row; row i has seed + i, modulo 2^32.
     """
+    vocab_size = self.target.config.vocab_size
     count, length = prompts.shape
-    parts = [np.zeros((0, length + num_tokens), np.uint16)]
+    empty = np.zeros((0, length + num_tokens), id_dtype(vocab_size))
+    parts = [empty]
     begin = time.perf_counter()
     for first in range(0, count, self.rows):
       # The last batch is filled up.
@@ -236,7 +301,8 @@ class Roller:
         tokens = self._batch(
           prompts[rows], rows, num_tokens, temperatures, seed
         )
-      parts.append(tokens[:, : length + num_tokens].astype(np.uint16))
+      tokens = tokens[:, : length + num_tokens]
+      parts.append(as_ids(tokens, vocab_size, 'rollouts'))
     seconds = time.perf_counter() - begin
     rate = count * num_tokens / max(seconds, 1e-9)
     print(
@@ -262,7 +328,8 @@ class Roller:
     )
     requests = [
       SamplingConfig(
-        temperature=temperatures[row % len(temperatures)], seed=seed + int(row)
+        temperature=temperatures[row % len(temperatures)],
+        seed=(seed + int(row)) % 2**32,
       )
       for row in rows
     ]
@@ -289,8 +356,12 @@ def write_drafter(
   config: DrafterConfig,
   params: Any,
   recipe: DrafterRecipe,
+  target: api.Target,
 ) -> None:
-  """Writes, or replaces, a folder that `--drafter` loads."""
+  """Writes, or replaces, a folder that `--drafter` loads.
+
+  What it says of its target is asked when it is loaded for one.
+  """
   dtypes = {'bfloat16': ml_dtypes.bfloat16, 'float32': np.float32}
   dtype = dtypes[recipe.compute_dtype]
   bundle = Bundle(
@@ -300,7 +371,7 @@ def write_drafter(
     golden={},
     drafter_config=config,
     drafter=drafter_tensors(config, params, dtype),
-    recipe=dataclasses.asdict(recipe),
+    recipe=dataclasses.asdict(recipe) | {'target': api.trained_for(target)},
   )
   shutil.rmtree(folder, ignore_errors=True)
   write_checkpoint(folder, bundle)

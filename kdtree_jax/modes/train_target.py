@@ -22,10 +22,14 @@ from kdtree_jax.modes.run_config import (
   status,
 )
 from kdtree_jax.training.checkpoints import METRICS, Run
-from kdtree_jax.training.corpus import TOKENIZER, Corpus, read_corpus
+from kdtree_jax.training.corpus import SPLITS, TOKENIZER, Corpus, read_corpus
 from kdtree_jax.training.loop import Data, Evaluation, fit
-from kdtree_jax.training.ngram import NGram
-from kdtree_jax.training.packing import num_windows
+from kdtree_jax.training.ngram import NGram, longest_order
+from kdtree_jax.training.packing import (
+  check_windows,
+  num_windows,
+  window_starts,
+)
 from kdtree_jax.training.recipe import TrainRecipe, load_recipe
 from kdtree_jax.training.target import TargetTask
 
@@ -82,7 +86,8 @@ def check_fit(model: ModelConfig, recipe: TrainRecipe, corpus: Corpus) -> None:
   """Refuses what would fail, or be wrong, after hours.
 
   Raises:
-    UserError: vocabularies, the stop id or the lengths do not fit.
+    UserError: vocabularies, the stop id or the lengths do not fit, or a split
+      is too short for the recipe.
   """
   if corpus.vocab_size != model.vocab_size:
     raise UserError(
@@ -99,6 +104,10 @@ def check_fit(model: ModelConfig, recipe: TrainRecipe, corpus: Corpus) -> None:
       f'recipe: sequence_length={recipe.sequence_length} exceeds '
       f'max_position_embeddings={model.max_position_embeddings}'
     )
+  length, seed = recipe.sequence_length, recipe.seed
+  window_starts(len(corpus.tokens('train')), length, recipe.batch_size, 0, seed)
+  for split in ('validation', 'test'):
+    check_windows(len(corpus.tokens(split)), length, split)
 
 
 def run_identity(
@@ -108,7 +117,7 @@ def run_identity(
   return {
     'model': model.to_dict(),
     'recipe': dataclasses.asdict(recipe),
-    'corpus': corpus.manifest['splits'],
+    'corpus': corpus.identity(*SPLITS),
   }
 
 
@@ -142,10 +151,9 @@ def _train(
   test = test[: count * recipe.sequence_length + 1]
   evaluation = Evaluation(task, recipe, corpus.end_of_text)
   found = evaluation(state.params, test, token_bytes)
+  order = longest_order(corpus.vocab_size, NGRAM_ORDER)
   with status('counting n-grams'):
-    ngram = NGram(
-      data.train, corpus.vocab_size, corpus.end_of_text, NGRAM_ORDER
-    )
+    ngram = NGram(data.train, corpus.vocab_size, corpus.end_of_text, order)
     ngram_bits = ngram.bits_per_byte(test, corpus.token_bytes)
   # A finished run that is run again says the same once.
   run_folder.records = [r for r in run_folder.records if 'seconds' not in r]
@@ -153,13 +161,13 @@ def _train(
     {
       'step': recipe.steps,
       **{f'test_{key}': value for key, value in found.items()},
-      f'test_{NGRAM_ORDER}gram_bits_per_byte': ngram_bits,
+      f'test_{order}gram_bits_per_byte': ngram_bits,
       'seconds': round(seconds, 1),
     }
   )
   print(
     f'test: {found.get("bits_per_byte", np.nan):.4f} bits per byte; '
-    f'{NGRAM_ORDER}-gram with backoff: {ngram_bits:.4f}; '
+    f'{order}-gram with backoff: {ngram_bits:.4f}; '
     f'{seconds:.0f} s, {_rate(run_folder):,} tokens/s; '
     f'see {run_folder.folder / METRICS}'
   )
@@ -189,7 +197,7 @@ def _bundle(
     recipe={
       'trained_by': 'train_target',
       'recipe': dataclasses.asdict(recipe),
-      'corpus': corpus.manifest['splits'],
+      'corpus': corpus.manifest.get('splits', {}),
     },
     tokenizer={TOKENIZER: corpus.tokenizer_path.read_bytes()},
   )

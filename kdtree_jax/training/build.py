@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import io
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.digests import tokenizer_digest
 from kdtree_jax.io.files import write_atomically
 from kdtree_jax.training.corpus import (
   END_OF_TEXT,
@@ -20,8 +20,10 @@ from kdtree_jax.training.corpus import (
   MASK,
   SPLITS,
   TOKENIZER,
+  tokens_digest,
 )
 from kdtree_jax.training.sources import Document, Skipped, read_documents
+from kdtree_jax.training.streams import as_ids, check_stream, write_arrays
 
 # How text is cut before it is merged: a line break with the indentation that
 # follows is one piece, a word may bring the blank, dot or underscore before it,
@@ -36,7 +38,7 @@ PATTERN = (
 # Of the train split that the tokenizer learns from: pair counts of more hardly
 # change 4096 merges, and take minutes.
 TOKENIZER_BYTES = 60_000_000
-MIN_VOCAB, MAX_VOCAB = 256 + 2, 1 << 16
+MIN_VOCAB, MAX_VOCAB = 256 + 2, 1 << 20
 _AT_ONCE = 512
 
 
@@ -64,7 +66,7 @@ def build_corpus(
   if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
     raise UserError(
       f'--vocab_size={vocab_size} is not in {MIN_VOCAB}..{MAX_VOCAB}: every '
-      'byte has a token, and ids are 16 bits'
+      'byte has a token, and no more can be drafted from'
     )
   if max_tokens is not None and max_tokens < 1:
     raise UserError(f'--max_tokens={max_tokens} is below 1')
@@ -80,9 +82,11 @@ def build_corpus(
   train = [d.text for d in documents if d.split == 'train']
   sample = _up_to(train, TOKENIZER_BYTES)
   tokenizer = train_tokenizer(sample, vocab_size)
-  output.mkdir(parents=True, exist_ok=True)
+  spelled = tokenizer.to_str().encode()
+  _make_folder(output)
   manifest: dict[str, Any] = {
     'vocab_size': tokenizer.get_vocab_size(),
+    'tokenizer': tokenizer_digest({TOKENIZER: spelled}, TOKENIZER),
     'tokenizer_bytes': sum(len(text.encode()) for text in sample),
     'splits': {},
     'skipped_packages': dict(sorted(skipped.packages.items())),
@@ -94,14 +98,16 @@ def build_corpus(
     tokens, files = encode(tokenizer, chosen)
     if split == 'train' and max_tokens is not None:
       tokens, files = _cut(tokens, files, max_tokens)
-    _write_tokens(output / f'{split}.npz', tokens)
+    check_stream(tokens, split)
+    write_arrays(output / f'{split}.npz', {'tokens': tokens})
     manifest['splits'][split] = {
       'documents': len(files),
       'bytes': sum(file['bytes'] for file in files),
       'tokens': len(tokens),
+      'sha256': tokens_digest(tokens),
     }
     manifest['files'] += files
-  write_atomically(output / TOKENIZER, [tokenizer.to_str().encode()])
+  write_atomically(output / TOKENIZER, [spelled])
   text = json.dumps(manifest, indent=0, ensure_ascii=True)
   write_atomically(output / MANIFEST, [text.encode()])
   return manifest
@@ -135,18 +141,19 @@ def train_tokenizer(
 def encode(
   tokenizer: tokenizers.Tokenizer, documents: Sequence[Document]
 ) -> tuple[np.ndarray, list[dict[str, Any]]]:
-  """Documents as one stream of uint16 ids, and their manifest entries."""
+  """Documents as one stream of ids, and their manifest entries."""
   end = tokenizer.token_to_id(END_OF_TEXT)
+  size = max(tokenizer.get_vocab().values()) + 1
   parts: list[np.ndarray] = []
   files = []
   for batch in _batches(documents):
     encoded = tokenizer.encode_batch_fast([d.text for d in batch])
     for document, found in zip(batch, encoded, strict=True):
-      ids = np.array([*found.ids, end], np.uint16)
+      ids = as_ids(np.array([*found.ids, end]), size, document.path)
       parts.append(ids)
       entry = dataclasses.asdict(document)
-      size = len(entry.pop('text').encode())
-      files.append({**entry, 'bytes': size, 'tokens': len(ids)})
+      length = len(entry.pop('text').encode())
+      files.append({**entry, 'bytes': length, 'tokens': len(ids)})
   return np.concatenate(parts), files
 
 
@@ -175,7 +182,10 @@ def _cut(
   return tokens[: ends[count - 1]], files[:count]
 
 
-def _write_tokens(path: pathlib.Path, tokens: np.ndarray) -> None:
-  buffer = io.BytesIO()
-  np.savez_compressed(buffer, tokens=tokens)
-  write_atomically(path, [buffer.getbuffer()])
+def _make_folder(folder: pathlib.Path) -> None:
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise UserError(
+      f'--output={folder}: cannot be made: {e.strerror or e}'
+    ) from e

@@ -1,10 +1,12 @@
 """Checkpoints of a run, and the line of metrics beside them."""
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +15,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import canonical_json, one_line, write_atomically
+from kdtree_jax.io.files import (
+  canonical_json,
+  one_line,
+  parse_json,
+  show,
+  write_atomically,
+)
 from kdtree_jax.io.results import write_jsonl
 
 METRICS, RUN, CHECKPOINTS = 'metrics.jsonl', 'run.json', 'checkpoints'
@@ -49,12 +57,15 @@ class Run:
       if path.exists() and path.read_text() != text:
         raise UserError(
           f'--output={folder}: holds a run of another model, recipe or '
-          'corpus; choose another folder'
+          f'corpus{_differences(path.read_bytes(), text)}; choose another '
+          'folder'
         )
       write_atomically(path, [text.encode()])
       if (folder / METRICS).exists():
         lines = (folder / METRICS).read_text().splitlines()
-        self.records = [json.loads(line) for line in lines]
+        self.records = [_record(line, i) for i, line in enumerate(lines, 1)]
+    except UserError:
+      raise
     except (OSError, ValueError) as e:
       raise UserError(f'--output={folder}: {one_line(e)}') from e
     options = ocp.CheckpointManagerOptions(
@@ -75,7 +86,10 @@ class Run:
       return state
     self.records = [r for r in self.records if r['step'] <= step]
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    found = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+    with self._naming(step, 'read'):
+      found = self._manager.restore(
+        step, args=ocp.args.StandardRestore(abstract)
+      )
     # By way of the host: tied to no device, as a new state is, it enters the
     # programs that are compiled already.
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), found)
@@ -83,11 +97,34 @@ class Run:
   def save(self, step: int, state: Any) -> None:
     """Writes a checkpoint; older ones go when it is whole."""
     if self._manager.latest_step() != step:
-      self._manager.save(step, args=ocp.args.StandardSave(state))
-      self._manager.wait_until_finished()
+      with self._naming(step, 'written'):
+        self._manager.save(step, args=ocp.args.StandardSave(state))
+        self._manager.wait_until_finished()
+
+  @contextlib.contextmanager
+  def _naming(self, step: int, done: str) -> Iterator[None]:
+    """One line in the place of what orbax raises and logs."""
+    logger = logging.getLogger('absl')
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+      yield
+    except Exception as e:  # as many types as orbax has parts
+      text, full = one_line(e), os.strerror(errno.ENOSPC)
+      reason = full if full in text else show(text, 200)
+      raise UserError(
+        f'{self.folder / CHECKPOINTS / str(step)}: cannot be {done}: {reason}'
+      ) from e
+    finally:
+      logger.setLevel(level)
 
   def log(self, record: Mapping[str, Any]) -> None:
-    """Adds a record, which has a `step`, and rewrites `metrics.jsonl`."""
+    """Adds a record, which has a `step`, and rewrites `metrics.jsonl`.
+
+    Raises:
+      UserError: a value is not finite, or the file cannot be written.
+    """
+    check_finite(record['step'], record)
     plain = {key: _number(value) for key, value in record.items()}
     self.records.append(plain)
     write_jsonl(self.folder / METRICS, self.records)
@@ -96,6 +133,50 @@ class Run:
     """Ends what orbax runs beside the program."""
     with contextlib.suppress(Exception):
       self._manager.close()
+
+
+def _record(line: str, number: int) -> dict[str, Any]:
+  record = parse_json(line)
+  if not isinstance(record, dict) or type(record.get('step')) is not int:
+    raise ValueError(f'{METRICS}: line {number} is no record of a step')
+  return record
+
+
+def check_finite(step: int, record: Mapping[str, Any]) -> None:
+  """Refuses metrics of a run that diverged.
+
+  Raises:
+    UserError: names the step and the value.
+  """
+  for key, value in record.items():
+    value = np.asarray(value)
+    if value.dtype.kind == 'f' and not np.isfinite(value).all():
+      odd = value[~np.isfinite(value)].reshape(-1)[0]
+      raise UserError(
+        f'the run diverged: {key} is {odd} at step {step}; lower the '
+        "recipe's learning_rate or raise its warmup_steps"
+      )
+
+
+def _differences(there: bytes, text: str) -> str:
+  """In brackets, what differs of two identities."""
+  ours, theirs = json.loads(text), parse_json(there)
+  if not isinstance(theirs, dict):
+    return ''
+  parts = []
+  for key in sorted({*ours, *theirs}):
+    a, b = ours.get(key), theirs.get(key)
+    if isinstance(a, dict) and isinstance(b, dict):
+      inner = sorted(k for k in {*a, *b} if a.get(k) != b.get(k))
+      parts += [_difference(f'{key}.{k}', b.get(k), a.get(k)) for k in inner]
+    elif a != b:
+      parts.append(_difference(key, b, a))
+  shown = ', '.join(parts[:4] + ['...'] * (len(parts) > 4))
+  return f' ({shown})' if parts else ''
+
+
+def _difference(name: str, there: Any, here: Any) -> str:
+  return f'{name} is {show(there, 20)} there and {show(here, 20)} here'
 
 
 def _number(value: Any) -> Any:

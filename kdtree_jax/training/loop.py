@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kdtree_jax.training.checkpoints import Run
+from kdtree_jax.training.checkpoints import Run, check_finite
 from kdtree_jax.training.packing import (
   PackedBatch,
   gather_windows,
@@ -22,6 +22,7 @@ from kdtree_jax.training.packing import (
 )
 from kdtree_jax.training.progress import Progress
 from kdtree_jax.training.recipe import TrainRecipe
+from kdtree_jax.training.streams import check_stream
 
 Params = Any
 
@@ -71,26 +72,37 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Data:
-  """Streams of uint16 tokens; every document ends with `end_of_text`."""
+  """Streams of uint16 or uint32; each document ends with `end_of_text`."""
 
   train: np.ndarray
   validation: np.ndarray
   end_of_text: int
 
+  def __post_init__(self):
+    for split in ('train', 'validation'):
+      check_stream(getattr(self, split), f'the {split} split')
 
-def optimizer(recipe: TrainRecipe) -> optax.GradientTransformation:
-  """AdamW with clipping, warm-up and a cosine; decay of matrices only."""
-  schedule = optax.warmup_cosine_decay_schedule(
+
+def schedule(recipe: TrainRecipe) -> optax.Schedule:
+  """Learning rates by step: a linear rise, then a cosine if steps are left."""
+  if recipe.warmup_steps == recipe.steps:
+    # optax has no cosine of no steps.
+    return optax.linear_schedule(0.0, recipe.learning_rate, recipe.steps)
+  return optax.warmup_cosine_decay_schedule(
     init_value=0.0,
     peak_value=recipe.learning_rate,
     warmup_steps=recipe.warmup_steps,
     decay_steps=recipe.steps,
     end_value=recipe.final_learning_rate,
   )
+
+
+def optimizer(recipe: TrainRecipe) -> optax.GradientTransformation:
+  """AdamW with clipping, warm-up and a cosine; decay of matrices only."""
   return optax.chain(
     optax.clip_by_global_norm(recipe.clip_norm),
     optax.adamw(
-      schedule,
+      schedule(recipe),
       b1=recipe.beta1,
       b2=recipe.beta2,
       weight_decay=recipe.weight_decay,
@@ -132,7 +144,8 @@ def fit(
     The last state; it is also the last checkpoint.
 
   Raises:
-    UserError: the data does not fill one batch.
+    UserError: the data does not fill one batch, or the run diverged: a loss
+      or a gradient is not finite. No such state becomes a checkpoint.
   """
   last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
   length = recipe.sequence_length
@@ -185,6 +198,7 @@ def fit(
       if step % recipe.checkpoint_every == 0 or step == last:
         settle()
         began = time.perf_counter()
+        check_finite(step, jax.device_get(metrics))
         run.save(step, state)
         clock += time.perf_counter() - began
   return state
@@ -262,15 +276,22 @@ class Evaluation:
     count = num_windows(len(tokens), length)
     count = count if limit is None else min(count, limit)
     on_device = jnp.asarray(tokens)
-    total: Any = None
+    found: list[Any] = []
     for number, first in enumerate(range(0, count, size)):
       index = np.arange(first, first + size)
       live = index < count
       starts = (np.where(live, index, 0) * length).astype(np.int32)
-      sums = self._sums(
-        params, constants, on_device, starts, live, np.int32(number)
+      found.append(
+        self._sums(params, constants, on_device, starts, live, np.int32(number))
       )
-      total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-    if total is None:
+    if not found:
       return {}
-    return self._task.report(jax.device_get(total))
+    # On the host, as 32 bits do not hold the bytes of a large split.
+    total = jax.tree.map(_sum, *jax.device_get(found))
+    return self._task.report(total)
+
+
+def _sum(*values: np.ndarray) -> np.ndarray:
+  """The sum of a batch's arrays, in 64 bits."""
+  wide = np.float64 if values[0].dtype.kind == 'f' else np.int64
+  return np.sum(values, axis=0, dtype=wide)

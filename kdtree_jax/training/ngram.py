@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kdtree_jax.errors import UserError
+from kdtree_jax.training.streams import as_ids, check_length
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,16 +59,19 @@ class NGram:
       order: n.
 
     Raises:
-      UserError: an n-gram of this vocabulary does not fit 64 bits.
+      UserError: an n-gram of this vocabulary does not fit 64 bits, there
+        are too many tokens, or one is outside the vocabulary.
     """
     self.vocab_size, self._end, self.order = vocab_size, end_of_text, order
-    self._bits = max(1, (vocab_size - 1).bit_length())
+    self._bits = _bits(vocab_size)
     if order * self._bits > 64:
       raise UserError(
         f'{order}-grams of a vocabulary of {vocab_size} do not fit 64 bits'
       )
     self._orders: list[_Order] = []
-    tokens = np.asarray(tokens)
+    # Counts are int32.
+    check_length(len(tokens), 'n-grams')
+    tokens = as_ids(tokens, vocab_size, 'n-grams')
     keys, ends = self._keys(tokens, order), self._reach(tokens)
     raw = keys[ends >= order - 1]
     del keys
@@ -85,7 +89,7 @@ class NGram:
 
     A token's context ends at the beginning of its document.
     """
-    tokens = np.asarray(tokens)
+    tokens = as_ids(tokens, self.vocab_size, 'n-grams')
     reach = self._reach(tokens)
     found = np.full(len(tokens), 1.0 / self.vocab_size)
     for n, order in enumerate(self._orders, 1):
@@ -139,6 +143,15 @@ class NGram:
       kinds=np.diff(np.r_[first, len(grams)]),
       discount=min(discount, 0.99),
     )
+
+
+def longest_order(vocab_size: int, wanted: int) -> int:
+  """The order nearest to the wanted one whose n-grams fit 64 bits."""
+  return min(wanted, 64 // _bits(vocab_size))
+
+
+def _bits(vocab_size: int) -> int:
+  return max(1, (vocab_size - 1).bit_length())
 
 
 def _unique(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

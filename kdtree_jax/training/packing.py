@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from kdtree_jax.errors import UserError
+from kdtree_jax.training.streams import check_length
 
 
 @flax.struct.dataclass
@@ -72,7 +73,10 @@ def pack_bits(mask: jax.Array) -> jax.Array:
 def gather_windows(
   tokens: jax.Array, starts: jax.Array, length: int
 ) -> jax.Array:
-  """`[T]` unsigned tokens and `[B]` int32 starts to `[B, length + 1]` int32."""
+  """`[T]` unsigned tokens and `[B]` int32 starts to `[B, length + 1]` int32.
+
+  Ids are below 2^31, as vocabularies are.
+  """
   offsets = jnp.arange(length + 1, dtype=jnp.int32)
   return tokens[starts[:, None] + offsets[None, :]].astype(jnp.int32)
 
@@ -80,6 +84,20 @@ def gather_windows(
 def num_windows(num_tokens: int, length: int) -> int:
   """Windows of `length` labels that a stream holds; none shares a label."""
   return max(0, (num_tokens - 1) // length)
+
+
+def check_windows(num_tokens: int, length: int, split: str) -> None:
+  """Refuses a split that is too short to be measured on.
+
+  Raises:
+    UserError: it holds no window of `length` labels.
+  """
+  if not num_windows(num_tokens, length):
+    raise UserError(
+      f'the {split} split has {num_tokens} tokens, and a sequence of the '
+      f'recipe takes {length + 1}; take a larger corpus or lower '
+      'sequence_length'
+    )
 
 
 def window_starts(
@@ -91,8 +109,9 @@ def window_starts(
   what fills no whole batch is left out.
 
   Raises:
-    UserError: the stream does not fill one batch.
+    UserError: the stream does not fill one batch, or is too long for int32.
   """
+  check_length(num_tokens, 'the train split')
   # One window less, so that there is room for the offset.
   windows = num_windows(num_tokens, length) - 1
   steps = windows // batch

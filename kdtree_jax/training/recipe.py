@@ -2,10 +2,65 @@
 
 import dataclasses
 import importlib
+import math
 from typing import Any
 
 from kdtree_jax.config import ModelConfig, config_names, load_config
+from kdtree_jax.decode.sampling import SamplingConfig
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.files import one_line
+
+# What a value must be: its type, a test, and what a message says otherwise.
+_COUNT = (int, lambda x: 1 <= x < 2**31, 'is not in 1..2147483647')
+_FROM_0 = (float, lambda x: 0 <= x < math.inf, 'is below 0 or not finite')
+_POSITIVE = (float, lambda x: 0 < x < math.inf, 'is not positive and finite')
+_DECAY = (float, lambda x: 0 <= x < 1, 'is not in 0..1, without 1')
+_LAYER = (int, lambda x: 0 <= x < 2**31, 'is not in 0..2147483647')
+_RULES = {
+  **dict.fromkeys(
+    'steps batch_size sequence_length log_every validate_every '
+    'validation_sequences checkpoint_every'.split(),
+    _COUNT,
+  ),
+  'warmup_steps': _LAYER,
+  'seed': (int, lambda x: 0 <= x < 2**32, 'is not in 0..4294967295'),
+  **dict.fromkeys(('learning_rate', 'clip_norm'), _POSITIVE),
+  **dict.fromkeys(
+    ('final_learning_rate', 'weight_decay', 'router_bias_step'), _FROM_0
+  ),
+  **dict.fromkeys(('beta1', 'beta2'), _DECAY),
+}
+_DRAFTER_RULES = {
+  **dict.fromkeys(
+    'num_hidden_layers num_attention_heads num_key_value_heads head_dim '
+    'intermediate_size block_size anchors rollout_tokens'.split(),
+    _COUNT,
+  ),
+  'rollouts': (int, lambda x: 0 <= x <= 1 << 30, 'is not in 0..1073741824'),
+  'validation_rollouts': (
+    *(int, lambda x: 1 <= x <= 1 << 20),
+    'is not in 1..1048576',
+  ),
+  'gamma': _POSITIVE,
+  'prefix_power': _FROM_0,
+  'hard_weight': (float, lambda x: 0 <= x <= 1, 'is not in 0..1'),
+  'rollout_share': (float, lambda x: 0 <= x <= 0.99, 'is not in 0..0.99'),
+}
+
+
+def _check(name: str, value: Any, rule: tuple[type, Any, str]) -> None:
+  """Refuses a value of another type, or out of range; True is no number."""
+  kind, holds, otherwise = rule
+  if type(value) is not int and type(value) is not kind:
+    what = 'an integer' if kind is int else 'a number'
+    raise UserError(f'recipe: {name}={value!r} is not {what}')
+  if not holds(value):
+    raise UserError(f'recipe: {name}={value} {otherwise}')
+
+
+def _check_row(name: str, value: Any) -> None:
+  if not isinstance(value, tuple):
+    raise UserError(f'recipe: {name}={value!r} is not a tuple')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,12 +110,13 @@ class TrainRecipe:
   checkpoint_every: int = 1000
 
   def __post_init__(self):
-    for name in (
-      'steps batch_size sequence_length log_every validate_every '
-      'validation_sequences checkpoint_every'
-    ).split():
-      if getattr(self, name) < 1:
-        raise UserError(f'recipe: {name}={getattr(self, name)} is below 1')
+    for name, rule in _RULES.items():
+      _check(name, getattr(self, name), rule)
+    if self.final_learning_rate > self.learning_rate:
+      raise UserError(
+        f'recipe: final_learning_rate={self.final_learning_rate} exceeds '
+        f'learning_rate={self.learning_rate}'
+      )
     if not 0 <= self.warmup_steps <= self.steps:
       raise UserError(
         f'recipe: warmup_steps={self.warmup_steps} is not in '
@@ -77,12 +133,15 @@ class TrainRecipe:
     return self.batch_size * self.sequence_length
 
   def with_steps(self, steps: int | None) -> 'TrainRecipe':
-    """The same recipe with another length; the warm-up is at most a tenth."""
+    """The same recipe with another length.
+
+    The warm-up is at most a tenth, rounded up, and leaves a step after it.
+    """
     if steps is None:
       return self
     if steps < 1:
       raise UserError(f'--train_steps={steps} is below 1')
-    warmup = min(self.warmup_steps, -(-steps // 10))
+    warmup = min(self.warmup_steps, -(-steps // 10), steps - 1)
     return dataclasses.replace(self, steps=steps, warmup_steps=warmup)
 
 
@@ -134,35 +193,57 @@ class DrafterRecipe(TrainRecipe):
 
   def __post_init__(self):
     super().__post_init__()
-    limits = (
+    for name, rule in _DRAFTER_RULES.items():
+      _check(name, getattr(self, name), rule)
+    for name, least, most in (
       ('anchors', 1, self.sequence_length),
       ('block_size', 2, self.sequence_length),
-      ('hard_weight', 0, 1),
-      ('rollout_share', 0, 0.99),
       ('rollout_tokens', 1, self.sequence_length - 1),
-      ('validation_rollouts', 1, 1 << 20),
-    )
-    for name, least, most in limits:
+    ):
       if not least <= getattr(self, name) <= most:
         raise UserError(
           f'recipe: {name}={getattr(self, name)} is not in {least}..{most}'
         )
+    if self.num_attention_heads % self.num_key_value_heads:
+      raise UserError(
+        f'recipe: num_key_value_heads={self.num_key_value_heads} does not '
+        f'divide num_attention_heads={self.num_attention_heads}'
+      )
+    if self.head_dim % 2:
+      raise UserError(f'recipe: head_dim={self.head_dim} is odd')
+    self._check_taps()
+    self._check_rollouts()
+
+  def _check_taps(self) -> None:
+    if self.target_layer_ids is None:
+      return
+    _check_row('target_layer_ids', self.target_layer_ids)
+    if not self.target_layer_ids:
+      raise UserError('recipe: target_layer_ids is empty')
+    for layer in self.target_layer_ids:
+      _check('target_layer_ids', layer, _LAYER)
+
+  def _check_rollouts(self) -> None:
+    _check_row('prompt_tokens', self.prompt_tokens)
+    _check_row('temperatures', self.temperatures)
     if not self.prompt_tokens:
       raise UserError('recipe: prompt_tokens is empty')
     most = self.sequence_length - self.rollout_tokens
     for tokens in self.prompt_tokens:
-      if not 1 <= tokens <= most:
+      if type(tokens) is not int or not 1 <= tokens <= most:
         raise UserError(
           f'recipe: prompt_tokens={tokens} and rollout_tokens='
           f'{self.rollout_tokens} do not fit sequence_length='
           f'{self.sequence_length}'
         )
-    if self.gamma <= 0:
-      raise UserError(f'recipe: gamma={self.gamma} is not positive')
-    if self.prefix_power < 0:
-      raise UserError(f'recipe: prefix_power={self.prefix_power} is below 0')
     if self.rollouts and not self.temperatures:
       raise UserError('recipe: temperatures is empty')
+    for temperature in self.temperatures:
+      _check('temperatures', temperature, _FROM_0)
+      try:
+        SamplingConfig(temperature=temperature)
+      except UserError as e:
+        raise UserError(f'recipe: temperatures: {e}') from e
 
 
 def recipe_names(attribute: str = 'RECIPE') -> tuple[str, ...]:
@@ -182,14 +263,26 @@ def load_recipe(
     attribute: `RECIPE` is the target's; a drafter's has another name.
 
   Raises:
-    UserError: no such file, or it holds no such recipe.
+    UserError: no such file, it cannot be imported, or it holds no such recipe.
   """
+  if name in config_names():
+    try:
+      _module(name)
+    except Exception as e:  # the file is a user's code
+      what = '' if isinstance(e, UserError) else f'{type(e).__name__}: '
+      raise UserError(f'configs/{name}.py: {what}{one_line(e)}') from e
   config = load_config(name)
   recipe = getattr(_module(name), attribute, None)
   if recipe is None:
     known = ', '.join(recipe_names(attribute))
     raise UserError(
       f'configs/{name}.py has no {attribute}; files that have one: {known}'
+    )
+  kind = TrainRecipe if attribute == 'RECIPE' else DrafterRecipe
+  if type(recipe) is not kind:
+    raise UserError(
+      f'configs/{name}.py: {attribute} is a {type(recipe).__name__}, not a '
+      f'{kind.__name__}'
     )
   return config, recipe
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from kdtree_jax.errors import UserError
+from kdtree_jax.training.streams import as_ids
 
 # A loop is cut when a period of up to LONGEST_PERIOD tokens has been seen so
 # often, over at least so many tokens.
@@ -24,7 +25,7 @@ def choose_prompts(
   Raises:
     UserError: no document is so long.
   """
-  before = np.zeros(len(tokens) + 1, np.int32)
+  before = np.zeros(len(tokens) + 1, np.int64)
   np.cumsum(tokens == end_of_text, out=before[1:])
   starts = np.flatnonzero(before[length:] == before[: len(before) - length])
   if not len(starts):
@@ -55,6 +56,11 @@ def cut_loops(rollouts: np.ndarray) -> list[np.ndarray]:
   return [row[:cut] for row, cut in zip(rollouts, cuts, strict=True)]
 
 
+def num_added(num_tokens: int, share: float) -> int:
+  """At least so many tokens does `mix` add to a corpus."""
+  return int(num_tokens * share / (1 - share))
+
+
 def mix(
   corpus: np.ndarray,
   rollouts: list[np.ndarray],
@@ -65,17 +71,22 @@ def mix(
   """The corpus and, behind it, rollouts as documents of their own.
 
   They are repeated, and the last time cut short, until they are `share` of all
-  tokens.
+  tokens. The stream has the corpus's type.
+
+  Raises:
+    UserError: a rollout has an id that this type does not hold.
   """
   if not rollouts or share == 0:
     return corpus
-  wanted = int(len(corpus) * share / (1 - share))
+  wanted = num_added(len(corpus), share)
+  size = int(np.iinfo(corpus.dtype).max) + 1
+  documents = [as_ids(row, size, 'rollouts') for row in rollouts]
   end = np.array([end_of_text], corpus.dtype)
   rng = np.random.default_rng(seed)
   parts, total = [corpus], 0
   while total < wanted:
-    for row in rng.permutation(len(rollouts)):
-      part = rollouts[row].astype(corpus.dtype)
+    for row in rng.permutation(len(documents)):
+      part = documents[row]
       if part[-1] != end_of_text:
         part = np.concatenate([part, end])
       parts.append(part)

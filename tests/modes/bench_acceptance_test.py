@@ -1,7 +1,10 @@
 """The sweep over budgets and temperatures, end to end on a tiny pair."""
 
+import dataclasses
 import json
+import shutil
 
+import numpy as np
 import pytest
 
 from kdtree_jax import api, generation
@@ -98,6 +101,37 @@ def test_runs_of_another_set_up_are_not_continued(files, tmp_path):
     sweep.read_runs(str(path), {'x': 1})
   other = api.load_drafter('repeat', target)
   assert sweep.fingerprint(target, other) != mark
+
+
+def test_what_does_not_belong_together(files, tmp_path):
+  """Equal widths are no proof: of tokens, of texts, of weights."""
+  corpus, path = tmp_path / 'corpus', tmp_path / 'x.jsonl'
+  shutil.copytree(files / 'corpus', corpus)
+  given = config(files, corpus=str(corpus), output=str(path))
+  target = api.load_target(files / 'target.kdtr')
+  drafter = api.load_drafter(files / 'drafter.kdtr', target)
+  bench = bench_acceptance._Bench(
+    given, target, drafter, sweep.corpus_of(given), [], None
+  )
+  path.write_text(json.dumps(bench.common) + '\n')
+  with np.load(corpus / 'test.npz') as arrays:
+    tokens = arrays['tokens']
+  np.savez(corpus / 'test.npz', tokens=np.where(tokens == 5, 6, tokens))
+  with pytest.raises(UserError, match='has corpus=".*", not ".*"; give a new'):
+    bench_acceptance.run(given)
+  head = {'weight': target.params['lm_head']['weight'].at[-1, -1].add(1)}
+  other = dataclasses.replace(target, params=target.params | {'lm_head': head})
+  changed = dataclasses.replace(bench, target=other).common
+  assert changed['fingerprint'] != bench.common['fingerprint']
+  text = (corpus / 'tokenizer.json').read_text()
+  swapped = text.replace('"A":0', '"A":1').replace('"B":1', '"B":0')
+  assert swapped != text
+  (corpus / 'tokenizer.json').write_text(swapped)
+  with pytest.raises(UserError) as raised:
+    bench_acceptance.run(given)
+  found = str(raised.value)
+  assert found.startswith(f'--corpus={corpus}: its tokenizer (')
+  assert f'is not that of the target {target.name} (' in found
 
 
 @pytest.mark.slow

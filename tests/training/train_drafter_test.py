@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,13 @@ import pytest
 from kdtree_jax import api, generation
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
-from kdtree_jax.modes import train_drafter
+from kdtree_jax.io.convert import read_drafter
+from kdtree_jax.io.digests import tokenizer_digest
+from kdtree_jax.io.export import write_checkpoint
+from kdtree_jax.io.kdtr import Bundle, write_bundle
+from kdtree_jax.io.unload import target_tensors
+from kdtree_jax.modes import convert, train_drafter
+from kdtree_jax.modes.loading import check_pair
 from kdtree_jax.modes.run_config import RunConfig
 from kdtree_jax.training import drafter as training_drafter
 from kdtree_jax.training import rollouts
@@ -23,6 +30,7 @@ from kdtree_jax.training.drafter import DraftTask, drafter_config
 from kdtree_jax.training.loop import Data, fit, init_state
 from kdtree_jax.training.packing import pack
 from kdtree_jax.training.recipe import DrafterRecipe, TrainRecipe
+from kdtree_jax.training.streams import read_arrays
 from kdtree_jax.training.target import TargetTask
 from tests import support
 
@@ -177,6 +185,86 @@ def test_a_stopped_run_goes_on_bit_for_bit(target, output, tmp_path):
     train_drafter.train(target, CORPUS, other, folder)
 
 
+def with_other_head(target):
+  """The same architecture and norms, another language head."""
+  head = {'weight': target.params['lm_head']['weight'][::-1]}
+  return dataclasses.replace(target, params=target.params | {'lm_head': head})
+
+
+def test_another_target_takes_neither_the_run_nor_the_drafter(
+  target, output, tmp_path
+):
+  other = with_other_head(target)
+  with pytest.raises(UserError, match=r'another model.*\(weights is .* here\)'):
+    train_drafter.train(other, CORPUS, RECIPE, output)
+  name = output / 'drafter'
+  with pytest.raises(UserError, match=f'{name}: was trained .* not for tiny'):
+    api.load_drafter(name, other)
+  bundle = tmp_path / 'drafter.kdtr'
+  write_bundle(bundle, read_drafter(name))
+  with pytest.raises(UserError, match='give that target, or train a drafter'):
+    api.load_drafter(bundle, other)
+  # Nor do both become one file.
+  folder, both = tmp_path / 'target', tmp_path / 'pair.kdtr'
+  tensors = target_tensors(MODEL, other.params, np.float32)
+  write_checkpoint(folder, Bundle('other', MODEL, tensors, {}, None, None, {}))
+  with pytest.raises(UserError, match=f'{name}: was trained .* not for target'):
+    convert.run(
+      RunConfig(
+        mode='convert',
+        target=str(folder),
+        drafter=str(name),
+        output=str(both),
+      )
+    )
+  assert not both.exists()
+  # Another dtype is the same target.
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params)
+  half = dataclasses.replace(target, params=params, dtype=jnp.bfloat16)
+  assert api.load_drafter(bundle, half).block_size == RECIPE.block_size
+
+
+def test_rollouts_of_a_run_are_looked_at(target, output, tmp_path):
+  folder = tmp_path / 'run'
+  shutil.copytree(output, folder)
+  path = folder / train_drafter.ROLLOUTS
+  arrays = read_arrays(path)
+  kept = dict(arrays)
+  for change in (
+    {'train_1': arrays['train_1'][:, ::-1]},
+    {'train_0': arrays['train_0'].astype(np.int32)},
+    {'validation': arrays['validation'][:3]},
+  ):
+    np.savez(path, **kept | change)
+    with pytest.raises(UserError, match='does not continue the prompts'):
+      train_drafter.train(target, CORPUS, RECIPE, folder)
+  wrong = arrays['validation'].copy()
+  wrong[-1, -1] = 40
+  np.savez(path, **kept | {'validation': wrong})
+  with pytest.raises(UserError, match='token 40 is outside the vocabulary'):
+    train_drafter.train(target, CORPUS, RECIPE, folder)
+  path.write_bytes(b'PK')
+  with pytest.raises(UserError, match='rollouts.npz: cannot be read'):
+    train_drafter.train(target, CORPUS, RECIPE, folder)
+
+
+def test_a_corpus_in_other_tokens_is_refused(target, tmp_path, capsys):
+  def files(kind):
+    model = {'type': kind, 'vocab': {str(i): i for i in range(40)}}
+    return {'tokenizer.json': json.dumps({'model': model}).encode()}
+
+  digest = tokenizer_digest(files('BPE'), 'x')
+  corpus = dataclasses.replace(CORPUS, tokenizer_digest=digest)
+  other = dataclasses.replace(target, tokenizer=files('WordLevel'))
+  with pytest.raises(UserError, match='--corpus=counting: its tokenizer'):
+    train_drafter.train(other, corpus, RECIPE, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+  check_pair(corpus, dataclasses.replace(target, tokenizer=files('BPE')))
+  assert not capsys.readouterr().err
+  check_pair(corpus, target)
+  assert 'tiny has no tokenizer' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   'name',
   ['kimi_k25_int4', pytest.param('deepseek_v3_fp8', marks=pytest.mark.slow)],
@@ -272,6 +360,33 @@ def test_rollouts_have_their_share_as_documents():
     ({'prompt_tokens': (0,)}, 'prompt_tokens=0 and rollout_tokens=20 do not'),
     ({'rollout_tokens': 32}, 'rollout_tokens=32 is not in 1..31'),
     ({'temperatures': ()}, 'temperatures is empty'),
+    ({'temperatures': (0.5, -1.0)}, 'temperatures=-1.0 is below 0'),
+    ({'temperatures': (1e-9,)}, 'temperatures: temperature=1e-09 must be'),
+    ({'temperatures': 1.0}, 'temperatures=1.0 is not a tuple'),
+    ({'prompt_tokens': 8}, 'prompt_tokens=8 is not a tuple'),
+    ({'prompt_tokens': (2.0,)}, 'prompt_tokens=2.0 and rollout_tokens=20 do'),
+    ({'target_layer_ids': [0]}, r'target_layer_ids=\[0\] is not a tuple'),
+    ({'target_layer_ids': ()}, 'target_layer_ids is empty'),
+    ({'target_layer_ids': (-1,)}, 'target_layer_ids=-1 is not in 0'),
+    ({'rollouts': -1}, 'rollouts=-1 is not in 0'),
+    ({'rollouts': 1.5}, 'rollouts=1.5 is not an integer'),
+    ({'validation_rollouts': 0}, 'validation_rollouts=0 is not in 1'),
+    ({'rollout_share': float('nan')}, 'rollout_share=nan is not in 0..0.99'),
+    ({'num_key_value_heads': 3}, 'num_key_value_heads=3 does not divide'),
+    ({'head_dim': 15}, 'head_dim=15 is odd'),
+    ({'num_hidden_layers': 0}, 'num_hidden_layers=0 is not in 1'),
+    ({'intermediate_size': True}, 'intermediate_size=True is not an integer'),
+    ({'steps': 10.0}, 'steps=10.0 is not an integer'),
+    ({'batch_size': '4'}, "batch_size='4' is not an integer"),
+    ({'seed': -1}, 'seed=-1 is not in 0..4294967295'),
+    ({'learning_rate': 0}, 'learning_rate=0 is not positive'),
+    ({'learning_rate': float('inf')}, 'learning_rate=inf is not positive'),
+    ({'learning_rate': None}, 'learning_rate=None is not a number'),
+    ({'final_learning_rate': 1}, 'final_learning_rate=1 exceeds learning_rate'),
+    ({'weight_decay': float('nan')}, 'weight_decay=nan is below 0 or not fin'),
+    ({'beta2': 1.0}, 'beta2=1.0 is not in 0..1'),
+    ({'clip_norm': 0.0}, 'clip_norm=0.0 is not positive'),
+    ({'compute_dtype': 'float16'}, 'compute_dtype=float16 is neither'),
   ],
 )
 def test_a_wrong_recipe_is_refused(change, message):
@@ -286,6 +401,17 @@ def test_what_does_not_fit_is_refused(target, tmp_path):
   large = dataclasses.replace(CORPUS, vocab_size=41)
   with pytest.raises(UserError, match='has 41 tokens, the target 40'):
     train_drafter.train(target, large, RECIPE, tmp_path / 'run')
+  for change, match in (
+    ({'batch_size': 10_000}, 'a step takes 10000 sequences of 32'),
+    ({'prompt_tokens': (8, 12, 25), 'rollout_tokens': 4}, 'has 25 tokens'),
+    ({'target_layer_ids': (0, 2)}, 'target_layer_ids holds 2'),
+  ):
+    recipe = dataclasses.replace(RECIPE, **change)
+    with pytest.raises(UserError, match=match):
+      train_drafter.train(target, CORPUS, recipe, tmp_path / 'run')
+  masked = dataclasses.replace(CORPUS, mask=40)
+  with pytest.raises(UserError, match='mask_token_id=40 is outside'):
+    train_drafter.train(target, masked, RECIPE, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
 
 

@@ -302,9 +302,18 @@ def test_refusals(trained, corpus):
   model = dataclasses.replace(MODEL, eos_token_id=(1,))
   with pytest.raises(UserError, match='texts end with 0'):
     train_target.check_fit(model, RECIPE, corpus)
+  long = dataclasses.replace(RECIPE, batch_size=10**6)
+  with pytest.raises(UserError, match='a step takes 1000000 sequences of 33'):
+    train_target.check_fit(MODEL, long, corpus)
+  model = dataclasses.replace(MODEL, max_position_embeddings=1 << 20)
+  size = len(corpus.tokens('validation'))
+  long = dataclasses.replace(RECIPE, batch_size=1, sequence_length=size)
+  with pytest.raises(UserError, match=f'validation split has {size} tokens'):
+    train_target.check_fit(model, long, corpus)
   with pytest.raises(UserError, match='--train_steps=0'):
     RECIPE.with_steps(0)
   assert RECIPE.with_steps(9).warmup_steps == 1
+  assert RECIPE.with_steps(1).warmup_steps == 0
   with pytest.raises(UserError, match='has no RECIPE.*python_small'):
     load_recipe('tiny')
   with pytest.raises(UserError, match='warmup_steps=31'):
