@@ -16,6 +16,7 @@ from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface, kdtr
 from kdtree_jax.io.tensors import MappingSource, SafetensorsSource
+from kdtree_jax.keys import Purpose, key_for
 from kdtree_jax.model import abstract_params
 from kdtree_jax.model.random_params import random_params
 
@@ -186,7 +187,7 @@ def load_drafter(
     drafter = registry.get('drafter', name).create(target.config, size)
     if hit_rate is not None:
       drafter = dataclasses.replace(drafter, hit_rate=hit_rate)
-    params = drafter.init_params(jax.random.key(0), target.dtype)
+    params = drafter.init_params(key_for(Purpose.DRAFTER_WEIGHTS), target.dtype)
     return LoadedDrafter(name, drafter, params)
   path = pathlib.Path(path_or_name)
   if _is_bundle(path):

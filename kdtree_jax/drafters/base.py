@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.config import ModelConfig
+from kdtree_jax.keys import Purpose, key_for
 
 
 class TargetHead(NamedTuple):
@@ -129,7 +130,7 @@ class StubDrafter:
   def noise(self, length: jax.Array) -> jax.Array:
     """`[B, block_size - 1, V]` normal logits, a function of position alone."""
     ahead = jnp.arange(1, self.block_size, dtype=jnp.int32)
-    key = jax.random.key(0)
+    key = key_for(Purpose.DRAFTER_NOISE)
 
     def at(position):
       keyed = jax.random.fold_in(key, position)
