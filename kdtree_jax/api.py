@@ -5,7 +5,6 @@ import os
 import pathlib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 

@@ -20,6 +20,7 @@ from jax import lax
 
 from kdtree_jax import api, generation
 from kdtree_jax.decode import DecodeState, Engine
+from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.engine import Params
 from kdtree_jax.decode.programs import PROGRAMS
@@ -186,7 +187,7 @@ def _failures(report: AuditReport, dtype: str) -> list[str]:
 
 def _observed_round(engine: Engine, params: Params, state: DecodeState):
   """One round, and what the target saw along the committed path."""
-  logits = stages.draft(engine, params, state) if engine.drafter else None
+  logits = stages.draft(engine, params, state) if engine.drafts else None
   tree = stages.build_tree(engine, state, logits)
   verified = stages.verify(engine, params, state, tree)
   acceptance = stages.accept_path(engine, state, tree, verified.tokens)
@@ -217,9 +218,9 @@ def _request(
 def _begin(*request: Any) -> tuple[Any, Any, Any]:
   """A request's run, its prefill and its observed round, compiled."""
   run = _request(*request)
-  engine = run.engine
-  calls = (stages.prefill, engine.for_prefill()), (_observed_round, engine)
-  (fill, step), _ = PROGRAMS.get_all(calls, run.params, run.state)
+  fill, step, _ = drivers.round_programs(
+    (_observed_round, run.engine), run.params, run.state, donate=False
+  )
   return run, fill, step
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.engine import Engine, Params
-from kdtree_jax.decode.generate import with_prefill
+from kdtree_jax.decode.generate import round_programs
 from kdtree_jax.decode.round import RoundTrace
 from kdtree_jax.decode.state import DecodeState
 
@@ -42,7 +42,7 @@ def forced_round(
     state: whose root is a token of the text.
     text: `[B, T]` int32, -1 where it is over.
   """
-  logits = stages.draft(engine, params, state)
+  logits = stages.draft(engine, params, state) if engine.drafts else None
   tree = stages.build_tree(engine, state, logits)
   verified = stages.verify(engine, params, state, tree)
   after = state.length[:, None] + tree.depths + 1
@@ -62,7 +62,7 @@ def forced(
 
   A state is consumed by the step after it.
   """
-  fill, step, _ = with_prefill((forced_round, engine, text), params, state)
+  fill, step, _ = round_programs((forced_round, engine, text), params, state)
   state = fill(params, state)
   # The first root is a token of the text, not the target's choice.
   slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]

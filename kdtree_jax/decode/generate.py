@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -29,14 +29,54 @@ def decode_loop(
   engine: Engine, params: Params, state: DecodeState
 ) -> DecodeState:
   """Rounds until every row is done; each round commits at least one token."""
+  return _loop(engine, params, state, lambda state: state.done.all())
 
-  def unfinished(state: DecodeState) -> jax.Array:
-    return ~state.done.all()
 
-  def body(state: DecodeState) -> DecodeState:
-    return decode_round(engine, params, state)[0]
+def decode_rounds(
+  engine: Engine, params: Params, state: DecodeState, count: jax.Array
+) -> DecodeState:
+  """At most `count` rounds, an operand: every count is one program."""
+  first = state.stats.rounds
 
-  return lax.while_loop(unfinished, body, state)
+  def is_over(state: DecodeState) -> jax.Array:
+    return state.done.all() | (state.stats.rounds - first >= count)
+
+  return _loop(engine, params, state, is_over)
+
+
+def _loop(
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  is_over: Callable[[DecodeState], jax.Array],
+) -> DecodeState:
+  """Rounds until `is_over`, of DDTree and then, without a drafter, of AR.
+
+  Lengths only grow: one loop after the other needs no choice in any round,
+  and so no branch that a cache would have to go through.
+  """
+
+  def rounds(engine: Engine, is_over, state: DecodeState) -> DecodeState:
+    return lax.while_loop(
+      lambda state: ~is_over(state),
+      lambda state: decode_round(engine, params, state)[0],
+      state,
+    )
+
+  if engine.outlives_drafter:
+    drafting = engine
+    state = rounds(
+      drafting,
+      lambda state: is_over(state) | drafting_is_over(drafting, state),
+      state,
+    )
+    engine = engine.without_tree()
+  return rounds(engine, is_over, state)
+
+
+def drafting_is_over(engine: Engine, state: DecodeState) -> jax.Array:
+  """Whether all rows are done or beyond the drafter's positions, for good."""
+  return (state.done | stages.beyond_drafter(engine, state)).all()
 
 
 def generate(
@@ -62,23 +102,6 @@ def with_prefill(call: Call, params: Params, state: DecodeState):
   fill = (prefill, call[1].for_prefill())
   programs, seconds = PROGRAMS.get_all([fill, call], params, state, donate=True)
   return *programs, seconds
-
-
-def decode_rounds(
-  engine: Engine, params: Params, state: DecodeState, count: jax.Array
-) -> DecodeState:
-  """At most `count` rounds, an operand: every count is one program."""
-
-  def unfinished(carry) -> jax.Array:
-    taken, state = carry
-    return (taken < count) & ~state.done.all()
-
-  def body(carry):
-    taken, state = carry
-    return taken + 1, decode_round(engine, params, state)[0]
-
-  zero = jnp.zeros((), jnp.int32)
-  return lax.while_loop(unfinished, body, (zero, state))[1]
 
 
 def stream(
@@ -123,7 +146,27 @@ def traced(
 
 def traced_programs(engine: Engine, params: Params, state: DecodeState):
   """Prefill and `decode_round`, compiled, and the seconds that took."""
-  return with_prefill((decode_round, engine), params, state)
+  return round_programs((decode_round, engine), params, state)
+
+
+def round_programs(
+  call: Call, params: Params, state: DecodeState, donate: bool = True
+):
+  """Prefill, one round that a host loop drives, and the seconds they took.
+
+  The round is AR's as soon as no row can be drafted for.
+  """
+  function, engine, *operands = call
+  calls = [(prefill, engine.for_prefill()), call]
+  if engine.outlives_drafter:
+    calls.append((function, engine.without_tree(), *operands))
+  (fill, *rounds), seconds = PROGRAMS.get_all(calls, params, state, donate)
+
+  def step(params: Params, state: DecodeState, *operands):
+    alone = len(rounds) > 1 and bool(drafting_is_over(engine, state))
+    return rounds[alone](params, state, *operands)
+
+  return fill, step, seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +200,11 @@ def profile(
     times[name].append(time.perf_counter() - begin)
     return result
 
+  outlives, whole = engine.outlives_drafter, engine
   while not bool(state.done.all()):
-    logits = None
-    if engine.drafter is not None:
-      logits = timed('draft', stages.draft)
+    if outlives and bool(drafting_is_over(whole, state)):
+      engine = whole.without_tree()
+    logits = timed('draft', stages.draft) if engine.drafts else None
     tree = timed('tree_build', _build_tree, logits)
     tokens, out = timed('verify', _verify, tree)
     acceptance = timed('accept', _accept_path, tree, tokens)
