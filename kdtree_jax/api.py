@@ -5,10 +5,12 @@ import os
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax import registry
+from kdtree_jax.checks import integer, number, shown
 from kdtree_jax.config import DecodeConfig, ModelConfig, load_config
 from kdtree_jax.drafters import Drafter
 from kdtree_jax.drafters.dflash import DFlashDrafter
@@ -135,6 +137,7 @@ def random_target(
   """
   config, jax_dtype = load_config(name), _dtype(dtype)
   if layers is not None:
+    layers = integer(layers, 'layers')
     if not 1 <= layers <= config.num_hidden_layers:
       raise UserError(
         f'layers={layers} is not in 1..{config.num_hidden_layers}, the layers '
@@ -173,9 +176,15 @@ def load_drafter(
     UserError: no such drafter, or one that does not fit the target.
   """
   name = str(path_or_name)
+  check_pair(target, None)
+  if block_size is not None:
+    block_size = integer(block_size, 'block_size')
+  if attention_factor is not None:
+    attention_factor = number(attention_factor, 'drafter_attention_factor')
   if hit_rate is not None:
     if name != 'hit_rate':
       raise UserError(f'hit_rate is not used by {name}')
+    hit_rate = number(hit_rate, 'hit_rate')
     if not 0 <= hit_rate <= 1:
       raise UserError(f'hit_rate={hit_rate} is not in 0..1')
   if name in registry.names('drafter'):
@@ -205,7 +214,8 @@ def load_drafter(
     )
     source = SafetensorsSource(folder)
   config = huggingface.with_attention_factor(config, attention_factor)
-  _check_fit(config, target.config, name)
+  sizes = DFlashDrafter(config, config.block_size).target_sizes
+  _check_fit(sizes, target.config, name)
   size = config.block_size if block_size is None else block_size
   _check_block_size(size, config.block_size)
   params = huggingface.drafter_params(
@@ -248,14 +258,37 @@ def _check_block_size(size: int, trained: int | None) -> None:
     )
 
 
-def _check_fit(config, target: ModelConfig, name: str) -> None:
+def check_pair(target: Target, drafter: LoadedDrafter | None) -> None:
+  """Checks that two that are to decode together were loaded for that.
+
+  Raises:
+    UserError: what was not loaded, or a drafter that is another target's.
+  """
+  if not isinstance(target, Target):
+    raise UserError(f'target={shown(target)} is not loaded; use load_target')
+  if drafter is None:
+    return
+  if not isinstance(drafter, LoadedDrafter):
+    raise UserError(f'drafter={shown(drafter)} is not loaded; use load_drafter')
+  _check_fit(drafter.drafter.target_sizes, target.config, drafter.name)
+  for leaf in jax.tree.leaves(drafter.params):
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    if floating and leaf.dtype != target.dtype:
+      raise UserError(
+        f'drafter {drafter.name}: dtype={leaf.dtype} does not fit the target, '
+        f'which has {jnp.dtype(target.dtype)}'
+      )
+
+
+def _check_fit(sizes: dict[str, int], target: ModelConfig, name: str) -> None:
   """Refuses a drafter whose sizes are not the target's, naming both."""
-  pairs = (
-    ('hidden_size', config.hidden_size, target.hidden_size),
-    ('vocab_size', config.vocab_size, target.vocab_size),
-    ('num_target_layers', config.num_target_layers, target.num_hidden_layers),
-  )
-  for field, own, wanted in pairs:
+  wanted_sizes = {
+    'hidden_size': target.hidden_size,
+    'vocab_size': target.vocab_size,
+    'num_target_layers': target.num_hidden_layers,
+  }
+  for field, own in sizes.items():
+    wanted = wanted_sizes[field]
     if own != wanted:
       raise UserError(
         f'drafter {name}: {field}={own} does not fit the target, which has '

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kdtree_jax import api, generation
+from kdtree_jax import api, checks, generation
 from kdtree_jax.decode import DecodeState, Engine
 from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode import round as stages
@@ -94,7 +94,8 @@ def audit(
   fields = generation.GenerateOptions(**options | {'stop_ids': ()})
   if fields.temperature > 0:
     raise UserError('the audit is greedy: draws are equal if logits are')
-  prompt = [int(i) for i in prompt_ids]
+  api.check_pair(target, drafter)
+  prompt = checks.integers(prompt_ids, 'prompt_ids')
   limit = fields.capacity or target.config.max_position_embeddings
   if len(prompt) >= limit:
     raise UserError(
@@ -103,7 +104,7 @@ def audit(
     )
   # The oracle's last round looks beyond the last token.
   longer = dataclasses.replace(
-    fields, max_new_tokens=fields.max_new_tokens + drafter.block_size
+    fields, max_new_tokens=fields.further(drafter.block_size)
   )
   # One capacity for all: how a cache is cut for attention depends on it.
   engine = generation.make_engine(target, None, len(prompt), longer)

@@ -36,6 +36,10 @@ class PricedDrafter:
   def max_positions(self) -> int | None:
     return self.real.max_positions
 
+  @property
+  def target_sizes(self) -> dict[str, int]:
+    return self.real.target_sizes
+
   def init_state(self, batch: int, rows: int, dtype: Any) -> Any:
     """That of the real drafter."""
     return self.real.init_state(batch, rows, dtype)

@@ -38,12 +38,15 @@ class Drafter(Protocol):
     needs_golden: `params` must be `{'golden': [B, T] int32}`, the sequence
       that greedy decoding would produce, -1 where it is unknown.
     max_positions: no block may reach beyond them; None for no limit.
+    target_sizes: those of the target that it drafts for: `vocab_size` and, if
+      it looks at the target, `hidden_size` and `num_target_layers`.
   """
 
   block_size: int
   tap_layers: tuple[int, ...]
   needs_golden: ClassVar[bool]
   max_positions: int | None
+  target_sizes: dict[str, int]
 
   @classmethod
   def create(cls, target: ModelConfig, block_size: int) -> 'Drafter':
@@ -102,6 +105,10 @@ class StubDrafter:
   tap_layers: ClassVar[tuple[int, ...]] = ()
   needs_golden: ClassVar[bool] = False
   max_positions: ClassVar[int | None] = None
+
+  @property
+  def target_sizes(self) -> dict[str, int]:
+    return {'vocab_size': self.vocab_size}
 
   @classmethod
   def create(cls, target: ModelConfig, block_size: int) -> 'StubDrafter':

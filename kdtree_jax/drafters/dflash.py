@@ -325,6 +325,11 @@ class DFlashDrafter:
     return self.config.target_layer_ids
 
   @property
+  def target_sizes(self) -> dict[str, int]:
+    names = ('hidden_size', 'vocab_size', 'num_target_layers')
+    return {name: getattr(self.config, name) for name in names}
+
+  @property
   def max_positions(self) -> int:
     # The trained block is drafted whole, however little of it is used.
     unused = self.config.block_size - self.block_size

@@ -58,9 +58,10 @@ def test_every_driver_takes_them_at_the_same_place(pair, prompts):
     return init_state(engine, prompts, [NEW_TOKENS] * 2, (), jnp.float32)
 
   looped, _ = drivers.generate(engine, params, fresh())
-  traced, widths = None, []
-  for traced, trace in drivers.traced(engine, params, fresh()):
+  widths = []
+  for state, trace in drivers.traced(engine, params, fresh()):
     widths += [] if trace is None else [trace.tree.tokens.shape[1]]
+    traced = state
   streamed = [*drivers.stream(engine, params, fresh(), 3)][-1]
   staged, times = drivers.profile(engine, params, fresh())
   for other in (traced, streamed, staged):

@@ -64,6 +64,7 @@ TOP = {
   'divergence',
   'generation',
   'modes',
+  'options',
   'program_store',
   'sessions',
   '__init__',
