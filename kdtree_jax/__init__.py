@@ -14,15 +14,11 @@ from kdtree_jax.config import (
   RopeScaling,
   load_config,
 )
-from kdtree_jax.decode import GenerateResult
+from kdtree_jax.decode import GenerateResult, SamplingConfig
 from kdtree_jax.errors import UserError
-from kdtree_jax.generation import (
-  GenerateOptions,
-  forward_logits,
-  generate,
-  generate_batch,
-)
+from kdtree_jax.generation import forward_logits, generate, generate_batch
 from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
+from kdtree_jax.options import GenerateOptions
 from kdtree_jax.sessions import Conversation, Stream, StreamUpdate
 
 __all__ = (
@@ -34,6 +30,7 @@ __all__ = (
   'LoadedDrafter',
   'ModelConfig',
   'RopeScaling',
+  'SamplingConfig',
   'Stream',
   'StreamUpdate',
   'Target',

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax import registry
+from kdtree_jax.checks import integer, number, shown
 from kdtree_jax.config import DecodeConfig, ModelConfig, load_config
 from kdtree_jax.drafters import Drafter
 from kdtree_jax.drafters.dflash import DFlashDrafter
@@ -22,6 +23,7 @@ from kdtree_jax.io.digests import short, weights_digest
 from kdtree_jax.io.export import read_extra
 from kdtree_jax.io.tensors import MappingSource, SafetensorsSource
 from kdtree_jax.io.tokenizer import read_files
+from kdtree_jax.keys import Purpose, key_for
 from kdtree_jax.model import abstract_params
 from kdtree_jax.model.random_params import random_params
 
@@ -159,6 +161,7 @@ def random_target(
   """
   config, jax_dtype = load_config(name), _dtype(dtype)
   if layers is not None:
+    layers = integer(layers, 'layers')
     if not 1 <= layers <= config.num_hidden_layers:
       raise UserError(
         f'layers={layers} is not in 1..{config.num_hidden_layers}, the layers '
@@ -197,9 +200,15 @@ def load_drafter(
     UserError: no such drafter, or one that does not fit the target.
   """
   name = str(path_or_name)
+  check_pair(target, None)
+  if block_size is not None:
+    block_size = integer(block_size, 'block_size')
+  if attention_factor is not None:
+    attention_factor = number(attention_factor, 'drafter_attention_factor')
   if hit_rate is not None:
     if name != 'hit_rate':
       raise UserError(f'hit_rate is not used by {name}')
+    hit_rate = number(hit_rate, 'hit_rate')
     if not 0 <= hit_rate <= 1:
       raise UserError(f'hit_rate={hit_rate} is not in 0..1')
   if name in registry.names('drafter'):
@@ -210,7 +219,7 @@ def load_drafter(
     drafter = registry.get('drafter', name).create(target.config, size)
     if hit_rate is not None:
       drafter = dataclasses.replace(drafter, hit_rate=hit_rate)
-    params = drafter.init_params(jax.random.key(0), target.dtype)
+    params = drafter.init_params(key_for(Purpose.DRAFTER_WEIGHTS), target.dtype)
     return LoadedDrafter(name, drafter, params)
   path = pathlib.Path(path_or_name)
   if _is_bundle(path):
@@ -235,7 +244,7 @@ def load_drafter(
   size = config.block_size if block_size is None else block_size
   _check_block_size(size, config.block_size)
   drafter = DFlashDrafter(config, size)
-  check_fit(drafter, target.config, name)
+  _check_fit(drafter, target.config, name)
   _check_trained_for(recipe, target, name)
   params = huggingface.drafter_params(
     config, source, target.dtype, source_name=name
@@ -297,12 +306,30 @@ def _check_trained_for(
     )
 
 
-def check_fit(drafter: Drafter, target: ModelConfig, name: str) -> None:
-  """Refuses a drafter for a target of other sizes, naming both.
+def check_pair(target: Target, drafter: LoadedDrafter | None) -> None:
+  """Checks that two that are to decode together were loaded for that.
 
   Raises:
-    UserError: the first size that differs.
+    UserError: what was not loaded, or a drafter that is another target's.
   """
+  if not isinstance(target, Target):
+    raise UserError(f'target={shown(target)} is not loaded; use load_target')
+  if drafter is None:
+    return
+  if not isinstance(drafter, LoadedDrafter):
+    raise UserError(f'drafter={shown(drafter)} is not loaded; use load_drafter')
+  _check_fit(drafter.drafter, target.config, drafter.name)
+  for leaf in jax.tree.leaves(drafter.params):
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    if floating and leaf.dtype != target.dtype:
+      raise UserError(
+        f'drafter {drafter.name}: dtype={leaf.dtype} does not fit the target, '
+        f'which has {jnp.dtype(target.dtype)}'
+      )
+
+
+def _check_fit(drafter: Drafter, target: ModelConfig, name: str) -> None:
+  """Refuses a drafter for a target of other sizes, naming both."""
   for field, own in drafter.target_sizes.items():
     wanted = getattr(target, field)
     if own != wanted:

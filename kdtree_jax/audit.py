@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kdtree_jax import api, generation
+from kdtree_jax import api, checks, generation
 from kdtree_jax.decode import DecodeState, Engine
+from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
 from kdtree_jax.decode.engine import Params
@@ -37,7 +38,7 @@ TOLERANCE = {'float32': 1e-3, 'bfloat16': 0.1}
 TIMES_NOISE = 3
 NOISIEST = 0.25
 
-# Prefill and a round, being compiled.
+# Prefill and rounds, being compiled.
 _Programs = Sequence[concurrent.futures.Future[jax.stages.Compiled]]
 
 
@@ -98,7 +99,8 @@ def audit(
   fields = generation.GenerateOptions(**options | {'stop_ids': ()})
   if fields.temperature > 0:
     raise UserError('the audit is greedy: draws are equal if logits are')
-  prompt = [int(i) for i in prompt_ids]
+  api.check_pair(target, drafter)
+  prompt = checks.integers(prompt_ids, 'prompt_ids')
   limit = fields.capacity or target.config.max_position_embeddings
   if len(prompt) >= limit:
     raise UserError(
@@ -107,7 +109,7 @@ def audit(
     )
   # The oracle's last round looks beyond the last token.
   longer = dataclasses.replace(
-    fields, max_new_tokens=fields.max_new_tokens + drafter.block_size
+    fields, max_new_tokens=fields.further(drafter.block_size)
   )
   # One capacity for all: how a cache is cut for attention depends on it.
   engine = generation.make_engine(target, None, len(prompt), longer)
@@ -124,8 +126,10 @@ def audit(
   ]
   # An audit of a large model is mostly compilation. What a drafter is told
   # changes no shape, so that nothing waits for AR's output.
-  calls = [call for run in requests for call in _calls(run)]
-  programs = list(itertools.batched(start_compiling(calls), 2))
+  calls_of = [_calls(run) for run in requests]
+  calls = itertools.chain.from_iterable(calls_of)
+  futures = iter(start_compiling(calls))
+  programs = [list(itertools.islice(futures, len(c))) for c in calls_of]
   ar = _observe(requests[0], programs[0])
   golden = [[*prompt, *ar.output_ids]]
   ar = _first(ar, fields.max_new_tokens)
@@ -217,17 +221,16 @@ def _request(
 
 
 def _calls(run: generation.Run) -> list[Call]:
-  """A run's prefill and its observed round."""
-  arguments = (run.params, run.state)
-  return [
-    Call(stages.prefill, run.engine.for_prefill(), *arguments),
-    Call(_observed_round, run.engine, *arguments),
-  ]
+  """A run's prefill and its observed rounds."""
+  return drivers.round_calls(
+    _observed_round, run.engine, run.params, run.state, donate=False
+  )
 
 
 def _observe(run: generation.Run, programs: _Programs) -> Seen:
   """Decodes round by round and keeps the rows of committed tokens."""
-  fill, step = (program.result() for program in programs)
+  fill, *steps = (program.result() for program in programs)
+  step = drivers.round_step(run.engine, steps)
   state, rounds = fill(run.params, run.state), []
   while not bool(state.done.all()):
     state, logits, routing = step(run.params, state)
@@ -254,7 +257,8 @@ def _padded(
   run: generation.Run, programs: _Programs, output_ids: list[int]
 ) -> Seen:
   """AR at the tree's N rows, with these output tokens in place of its own."""
-  fill, step = (program.result() for program in programs)
+  fill, *steps = (program.result() for program in programs)
+  step = drivers.round_step(run.engine, steps)
   state, rounds = fill(run.params, run.state), []
   start = (0, int(state.prompt_length[0]))
   given = jnp.asarray(output_ids, jnp.int32)[None]

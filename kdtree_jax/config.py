@@ -6,12 +6,9 @@ import math
 import pkgutil
 from typing import Any
 
+from kdtree_jax.checks import check_fields, check_types
+from kdtree_jax.checks import require as _require
 from kdtree_jax.errors import UserError
-
-
-def _require(condition: bool, message: str) -> None:
-  if not condition:
-    raise UserError(message)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +24,7 @@ class RopeScaling:
   attention_factor: float | None = None
 
   def __post_init__(self):
+    check_types(self)
     _require(self.factor >= 1, f'rope_scaling.factor={self.factor} is below 1')
     _require(
       self.beta_fast > 0 and self.beta_slow > 0,
@@ -89,6 +87,7 @@ class ModelConfig:
   eos_token_id: tuple[int, ...] = ()
 
   def __post_init__(self):
+    check_types(self)
     for name in (
       'vocab_size hidden_size num_hidden_layers num_attention_heads '
       'kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim '
@@ -288,6 +287,7 @@ class DrafterConfig:
   own_embedding: bool = False
 
   def __post_init__(self):
+    check_types(self)
     for name in (
       'hidden_size num_hidden_layers num_attention_heads num_key_value_heads '
       'head_dim intermediate_size vocab_size block_size'
@@ -400,6 +400,7 @@ class DecodeConfig:
   chain_seed: bool = False
 
   def __post_init__(self):
+    check_types(self)
     _require(
       0 <= self.tree_budget <= MAX_TREE_BUDGET,
       f'tree_budget={self.tree_budget} is not in 0..{MAX_TREE_BUDGET}',
@@ -433,47 +434,6 @@ MAX_TREE_BUDGET = 1 << 14
 
 # Path scores are sums in fixed point that fit 32 bits up to this depth.
 MAX_DRAFT_DEPTH = 31
-
-
-def check_fields(cls, fields: Any) -> dict[str, Any]:
-  """A copy of `fields` if they suit the dataclass `cls` by name and JSON type.
-
-  Raises:
-    UserError: an unknown, missing or ill-typed field, by name.
-  """
-  _require(isinstance(fields, dict), f'{cls.__name__}: not a JSON object')
-  known = {f.name: f for f in dataclasses.fields(cls)}
-  unknown = sorted(set(fields) - set(known))
-  _require(not unknown, f'{cls.__name__}: unknown fields {", ".join(unknown)}')
-  missing = [
-    name
-    for name, f in known.items()
-    if f.default is dataclasses.MISSING and name not in fields
-  ]
-  _require(not missing, f'{cls.__name__}: missing {", ".join(missing)}')
-  for name, value in fields.items():
-    kind = known[name].type
-    if not _fits(value, str(kind)):
-      raise UserError(f'{cls.__name__}: {name}={value!r} is not {kind}')
-  return dict(fields)
-
-
-def _fits(value: Any, annotation: str) -> bool:
-  """Whether a JSON value suits a field of this (stringified) type."""
-  if value is None:
-    return 'None' in annotation
-  if isinstance(value, bool):
-    return 'bool' in annotation
-  if isinstance(value, int):
-    return 'int' in annotation or 'float' in annotation
-  if isinstance(value, float):
-    return 'float' in annotation and math.isfinite(value)
-  if isinstance(value, str):
-    return annotation == "<class 'str'>"
-  if isinstance(value, list | tuple):
-    inner = int if 'tuple[int' in annotation else str
-    return 'tuple' in annotation and all(type(v) is inner for v in value)
-  return 'RopeScaling' in annotation and isinstance(value, dict)
 
 
 def config_names() -> tuple[str, ...]:

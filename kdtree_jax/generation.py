@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdtree_jax import registry
-from kdtree_jax.api import LoadedDrafter, Target, check_fit
+from kdtree_jax.api import LoadedDrafter, Target, check_pair
+from kdtree_jax.checks import integer, integers, sequence, shown
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import (
   DecodeState,
@@ -24,66 +24,13 @@ from kdtree_jax.decode import (
 from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode.compilation import Call, compile_all
 from kdtree_jax.decode.round import RoundTrace
-from kdtree_jax.decode.state import (
-  check_prompt,
-  token_slots,
-)
+from kdtree_jax.decode.state import check_ids, check_prompt, token_slots
 from kdtree_jax.errors import UserError
+from kdtree_jax.options import PREFILL_CHUNK, GenerateOptions
 
 MIN_CAPACITY = 64
-PREFILL_CHUNK = 64
 
 Prompts = Sequence[Sequence[int]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-  """How to generate; every field is a keyword of the functions here.
-
-  Attributes:
-    max_new_tokens: at least 1; the output has exactly so many tokens unless a
-      stop token or the capacity ends it.
-    tree_budget: draft nodes a round, the root not counted.
-    tree_policy: `best_first` (DDTree) or `chain` (DFlash); see the registry.
-    chain_seed: keep the most probable chain in the tree whatever its score.
-    stop_ids: tokens that end the output; None: the checkpoint's.
-    capacity: most tokens of prompt and output; None: the next power of two
-      that holds both. One program serves every prompt within a capacity.
-    prefill_chunk: prompt tokens a prefill step.
-    kernels: `auto` or one implementation for all.
-    temperature: 0 is greedy; see `SamplingConfig` for this and the next four.
-    top_k: likewise.
-    top_p: likewise.
-    min_p: likewise.
-    seed: of the first prompt; prompt i of a batch has seed + i.
-  """
-
-  max_new_tokens: int = 128
-  tree_budget: int = 64
-  tree_policy: str = 'best_first'
-  chain_seed: bool = False
-  stop_ids: tuple[int, ...] | None = None
-  capacity: int | None = None
-  prefill_chunk: int = PREFILL_CHUNK
-  kernels: str = 'auto'
-  temperature: float = 0.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
-  seed: int = 0
-
-  def sampling(self, seeds: Sequence[int]) -> list[SamplingConfig]:
-    """One request for each seed."""
-    return [
-      SamplingConfig(
-        temperature=self.temperature,
-        top_k=self.top_k,
-        top_p=self.top_p,
-        min_p=self.min_p,
-        seed=seed,
-      )
-      for seed in seeds
-    ]
 
 
 def generate(
@@ -109,7 +56,10 @@ def generate(
   Raises:
     UserError: bad input, before anything is compiled.
   """
-  golden = None if golden_ids is None else [golden_ids]
+  prompt_ids = integers(prompt_ids, 'prompt_ids')
+  golden = None
+  if golden_ids is not None:
+    golden = [integers(golden_ids, 'golden_ids')]
   run = prepare(target, drafter, [prompt_ids], golden, options)
   return (_recorded(run) if record_rounds else finished(run))[0]
 
@@ -169,11 +119,17 @@ def force(
     UserError: a text is too short, or bad input.
   """
   options = options | {'stop_ids': ()}
+  check_pair(target, drafter)
+  if drafter is None or drafter.drafter.needs_golden:
+    name = drafter and drafter.name
+    raise UserError(f'drafter {name} cannot follow a text; give a DFlash one')
+  prompt_length = integer(prompt_length, 'prompt_length', 1)
+  texts = _ids_of(target, texts, 'texts')
+  least = prompt_length + GenerateOptions(**options).max_new_tokens
+  if min((len(text) for text in texts), default=least) < least:
+    raise UserError(f'a text to follow has fewer than {least} tokens')
   prompts = [text[:prompt_length] for text in texts]
   run = prepare(target, drafter, prompts, None, options)
-  least = prompt_length + run.options.max_new_tokens
-  if min(len(text) for text in texts) < least:
-    raise UserError(f'a text to follow has fewer than {least} tokens')
   text = golden_params(run.engine, texts)['golden']
   steps = drivers.traced(run.engine, run.params, run.state, text)
   state, seconds, along, own = _collect(steps, len(texts))
@@ -210,15 +166,15 @@ def prepare(
 ) -> Run:
   """Validates a request and builds all that the drivers need."""
   options = GenerateOptions(**fields)
-  prompts = [[int(i) for i in prompt] for prompt in prompts]
+  check_pair(target, drafter)
+  prompts = _ids_of(target, prompts, 'prompts')
   if not prompts:
     raise UserError('no prompts')
   batch = len(prompts)
   longest = max(len(prompt) for prompt in prompts)
-  if seeds is None:
-    seeds = range(options.seed, options.seed + batch)
-  if sampling is None:
-    sampling = options.sampling(seeds)
+  if golden is not None:
+    golden = _ids_of(target, golden, 'golden')
+  seeds, sampling = _draws(options, batch, seeds, sampling)
   counted = {'seeds': seeds, 'golden': golden, 'sampling': sampling}
   for name, given in counted.items():
     if given is not None and len(given) != batch:
@@ -238,6 +194,39 @@ def prepare(
         )
       params['drafter'] = golden_params(engine, golden)
   return Run(engine, params, state, options)
+
+
+def _ids_of(target: Target, rows: Any, name: str) -> list[list[int]]:
+  """Rows of token ids, checked.
+
+  Raises:
+    UserError: what is no sequence of integers, or outside the vocabulary.
+  """
+  rows = [
+    integers(row, f'{name}[{i}]') for i, row in enumerate(sequence(rows, name))
+  ]
+  for row in rows:
+    check_ids(row, target.config.vocab_size, name.removesuffix('s'))
+  return rows
+
+
+def _draws(
+  options: GenerateOptions,
+  batch: int,
+  seeds: Sequence[int] | None,
+  sampling: Sequence[SamplingConfig] | None,
+) -> tuple[list[int], list[SamplingConfig]]:
+  """Seeds and requests as they were given, or as the options say."""
+  if seeds is None:
+    seeds = range(options.seed, options.seed + batch)
+  seeds = integers(seeds, 'seeds')
+  if sampling is None:
+    return seeds, options.sampling(seeds)
+  sampling = sequence(sampling, 'sampling')
+  for i, one in enumerate(sampling):
+    if not isinstance(one, SamplingConfig):
+      raise UserError(f'sampling[{i}]={shown(one)} is no SamplingConfig')
+  return seeds, sampling
 
 
 def finished(run: Run) -> list[GenerateResult]:
@@ -311,7 +300,6 @@ def make_engine(
 
   `drawn`: some row has a temperature; default: what the options say.
   """
-  registry.get('tree_policy', options.tree_policy)
   if options.kernels == 'mosaic_gpu' and target.dtype == jnp.float32:
     raise UserError(
       'kernels=mosaic_gpu needs dtype=bfloat16: tensor cores would round '
@@ -333,7 +321,6 @@ def make_engine(
   )
   if drafter is None:
     return Engine(target.config, None, decode)
-  check_fit(drafter.drafter, target.config, drafter.name)
   decode = dataclasses.replace(
     decode,
     draft_depth=drafter.block_size - 1,
@@ -357,7 +344,7 @@ def golden_continuations(
   """
   options = dataclasses.replace(
     options,
-    max_new_tokens=options.max_new_tokens + drafter.block_size,
+    max_new_tokens=options.further(drafter.block_size),
     stop_ids=(),
   )
   results = generate_batch(
@@ -402,14 +389,17 @@ def forward_logits(
     prefill_chunk: tokens a step.
     kernels: `auto` or one implementation for all.
   """
-  ids = [int(i) for i in ids]
+  check_pair(target, None)
+  ids = integers(ids, 'ids')
+  prefill_chunk = integer(prefill_chunk, 'prefill_chunk', 1)
   limit = target.config.max_position_embeddings
   check_prompt(ids, target.config.vocab_size, limit)
   decode = DecodeConfig(
     tree_budget=0,
     draft_depth=0,
     capacity=bucket(len(ids), limit),
-    prefill_chunk=prefill_chunk,
+    # A larger step would be padding.
+    prefill_chunk=min(prefill_chunk, bucket(len(ids), limit)),
     kernels=kernels,
   )
   engine = Engine(target.config, None, decode)

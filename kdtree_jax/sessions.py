@@ -1,6 +1,9 @@
 """Generation that goes on: a stream of rounds, a conversation of turns."""
 
+import contextlib
 import dataclasses
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdtree_jax.api import LoadedDrafter, Target
+from kdtree_jax.api import LoadedDrafter, Target, check_pair
+from kdtree_jax.checks import MAX_INT, integer, integers
 from kdtree_jax.decode import DecodeState, GenerateResult
 from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode.state import check_prompt, extend, truncate
@@ -18,7 +22,6 @@ from kdtree_jax.generation import (
   GenerateOptions,
   Prompts,
   Run,
-  finished,
   prepare,
 )
 
@@ -37,10 +40,12 @@ class StreamUpdate:
 
 
 class Stream:
-  """Iterates over `StreamUpdate`s; `results()` is what there is so far.
+  """An iterator of `StreamUpdate`s; `results()` is what there is so far.
 
   An interrupted loop keeps its tokens: rows that are not done then have the
-  stop reason `interrupted`.
+  stop reason `interrupted`. The next loop, or `next`, goes on after the last
+  update that was handed out, whatever ended it: a break, Ctrl-C while a step
+  was running, or an exception of `decode`.
   """
 
   def __init__(
@@ -69,14 +74,14 @@ class Stream:
       decode: ids to text; needed for `stop_strings`.
       **options: fields of `GenerateOptions`.
     """
-    if rounds_per_step < 1:
-      raise UserError(f'rounds_per_step={rounds_per_step} is below 1')
+    self._rounds_per_step = integer(
+      rounds_per_step, 'rounds_per_step', 1, MAX_INT
+    )
     if stop_strings and decode is None:
       raise UserError('stop strings need a tokenizer')
     if isinstance(stop_strings, str) or '' in stop_strings:
       raise UserError('stop_strings is a list of strings that are not empty')
     self._run = prepare(target, drafter, prompts, golden, options, seeds)
-    self._rounds_per_step = rounds_per_step
     self._stops, self._decode = tuple(stop_strings), decode
     run = self._run
     self._fill, self._step, compiled = drivers.stream_programs(
@@ -84,29 +89,62 @@ class Stream:
     )
     self._seconds = drivers.Seconds(0.0, 0.0, compiled)
     self._filled = False
+    # Lengths before the step whose update is due, and when that step began.
+    self._due: tuple[np.ndarray, float] | None = None
     self._results: list[GenerateResult] = []
     self._keep()
 
   def __iter__(self) -> Iterator[StreamUpdate]:
-    """Goes on where an earlier loop over the stream ended."""
+    return self
+
+  def close(self) -> None:
+    """Ends a loop, not the stream: what it has is kept for the next loop."""
+
+  def __next__(self) -> StreamUpdate:
+    """The update that is due, after a step unless one was interrupted.
+
+    Raises:
+      UserError: a step failed for good.
+    """
     run = self._run
+    _check_kept(run, 'stream')
     if not self._filled:
+      if self._due is None:
+        self._take(self._fill, np.array(run.state.prompt_length))
+      self._wait('prefill')
+      self._keep(committed=True)
+      # Nothing may come between the two.
+      self._filled, self._due = True, None
+    if self._due is None:
+      if bool(run.state.done.all()):
+        raise StopIteration
+      count = jnp.asarray(self._rounds_per_step, jnp.int32)
+      self._take(self._step, np.array(run.state.length), count)
+    seen, _ = self._due
+    self._wait('decode')
+    run.state = self._stop_at_strings(run.state, seen)
+    self._keep(committed=True)
+    update = self._update(seen)
+    self._due = None
+    return update
+
+  def _take(self, program: Any, seen: np.ndarray, *operands: Any) -> None:
+    """Begins a step; from here on its update is due."""
+    run = self._run
+    with _uninterrupted():
       begin = time.perf_counter()
-      state = self._fill(run.params, run.state)
-      run.state, self._filled = jax.block_until_ready(state), True
-      spent = time.perf_counter() - begin
-      self._seconds = self._seconds._replace(prefill=spent)
-      self._keep()
-    count = jnp.asarray(self._rounds_per_step, jnp.int32)
-    while not bool(run.state.done.all()):
-      seen = np.array(run.state.length)
-      begin = time.perf_counter()
-      state = jax.block_until_ready(self._step(run.params, run.state, count))
-      run.state = self._stop_at_strings(state, seen)
-      spent = self._seconds.decode + time.perf_counter() - begin
-      self._seconds = self._seconds._replace(decode=spent)
-      self._keep()
-      yield self._update(seen)
+      run.state = program(run.params, run.state, *operands)
+      self._due = seen, begin
+
+  def _wait(self, kind: str) -> None:
+    """Waits for the step that was begun and counts its seconds."""
+    jax.block_until_ready(self._run.state)
+    seen, begin = self._due
+    now = time.perf_counter()
+    spent = getattr(self._seconds, kind) + now - begin
+    # Once, also where the update is withheld by what comes next.
+    self._seconds = self._seconds._replace(**{kind: spent})
+    self._due = seen, now
 
   def _update(self, seen: np.ndarray) -> StreamUpdate:
     state = self._run.state
@@ -120,10 +158,10 @@ class Stream:
     """One result a row, as far as the stream was consumed."""
     return self._results
 
-  def _keep(self) -> None:
+  def _keep(self, committed: bool = False) -> None:
     """Reads the state back, before a step consumes it."""
     state = self._run.state
-    if not self._filled:
+    if not committed:
       # Nothing is committed yet, not even the prompt.
       state = state.replace(
         cache=state.cache.replace(length=state.prompt_length)
@@ -166,6 +204,7 @@ class Conversation:
       **options: fields of `GenerateOptions`; without `capacity` it is the
         target's max_position_embeddings.
     """
+    check_pair(target, drafter)
     if drafter is not None and drafter.drafter.needs_golden:
       raise UserError(
         f'drafter {drafter.name} needs the continuation beforehand, which a '
@@ -176,7 +215,8 @@ class Conversation:
     options.setdefault('capacity', limit)
     self._options = GenerateOptions(**options)
     self._run: Run | None = None
-    self._broken = False
+    # Of the text so far; what an interrupted turn left after it is forgotten.
+    self._length = 0
 
   def send(
     self, ids: Sequence[int], max_new_tokens: int | None = None
@@ -191,32 +231,82 @@ class Conversation:
       The answer; its `prompt_ids` are the whole text before it.
 
     Raises:
-      UserError: the turn does not fit the capacity; nothing has changed.
+      UserError: the turn does not fit the capacity. After this as after any
+        other exception, Ctrl-C included, the turn was never sent.
     """
-    if self._broken:
-      raise UserError('a turn was interrupted; open a new conversation')
-    options = self._options
+    ids, options = integers(ids, 'ids'), self._options
     if max_new_tokens is not None:
       options = dataclasses.replace(options, max_new_tokens=max_new_tokens)
-    fields = dataclasses.asdict(options)
-    if self._run is None:
+    if self._length == 0:
+      fields = dataclasses.asdict(options)
       run = prepare(self._target, self._drafter, [ids], None, fields)
     else:
-      run = dataclasses.replace(self._run, options=options)
-      capacity, config = run.engine.decode.capacity, run.engine.config
-      used = int(run.state.length[0])
-      check_prompt(ids, config.vocab_size, capacity)
-      if used + len(ids) > capacity:
-        raise UserError(
-          f'a turn of {len(ids)} tokens after {used} exceeds the capacity of '
-          f'{capacity}'
-        )
-      if options.max_new_tokens < 1:
-        raise UserError(f'max_new_tokens={options.max_new_tokens} is below 1')
-      count = [options.max_new_tokens]
-      run.state = extend(run.state, [list(ids)], count, capacity)
-    # The state is consumed: an interrupted turn leaves none to go on from.
-    self._run, self._broken = None, True
-    result = finished(run)[0]
-    self._run, self._broken = run, False
+      run = self._continued(ids, options)
+    fill, loop, compiled = drivers.loop_programs(
+      run.engine, run.params, run.state
+    )
+    self._run = run
+    times = [time.perf_counter()]
+    for program in (fill, loop):
+      with _uninterrupted():
+        run.state = program(run.params, run.state)
+      jax.block_until_ready(run.state)
+      times.append(time.perf_counter())
+    prefill, decode = np.diff(times).tolist()
+    seconds = drivers.Seconds(prefill, decode, compiled)
+    result = drivers.result_of(run.state, 0, options.max_new_tokens, seconds)
+    self._length = len(result.prompt_ids) + len(result.output_ids)
     return result
+
+  def _continued(self, ids: list[int], options: GenerateOptions) -> Run:
+    """The run of a further turn, after the last one that was answered."""
+    run = self._run
+    _check_kept(run, 'conversation')
+    capacity, config = run.engine.decode.capacity, run.engine.config
+    check_prompt(ids, config.vocab_size, capacity)
+    if self._length + len(ids) > capacity:
+      raise UserError(
+        f'a turn of {len(ids)} tokens after {self._length} exceeds the '
+        f'capacity of {capacity}'
+      )
+    length = jnp.full_like(run.state.length, self._length)
+    state = run.state.replace(cache=run.state.cache.replace(length=length))
+    state = extend(state, [ids], [options.max_new_tokens], capacity)
+    return dataclasses.replace(run, state=state, options=options)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+  """Puts Ctrl-C off: a step consumes its state before it returns the next."""
+  before = signal.getsignal(signal.SIGINT)
+  main = threading.current_thread() is threading.main_thread()
+  if before is None or not main:
+    yield  # Not Python's to handle, or a thread that Ctrl-C never reaches.
+    return
+  came = False
+
+  def note(*_: Any) -> None:
+    nonlocal came
+    came = True
+
+  signal.signal(signal.SIGINT, note)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, before)
+    if came:
+      signal.raise_signal(signal.SIGINT)
+
+
+def _check_kept(run: Run, name: str) -> None:
+  """Raises a UserError if a step consumed the state and left none."""
+  kept = not any(leaf.is_deleted() for leaf in jax.tree.leaves(run.state))
+  if kept:
+    try:
+      jax.block_until_ready(run.state)
+    except jax.errors.JaxRuntimeError:  # An error in the place of values.
+      kept = False
+  if not kept:
+    raise UserError(
+      f'the {name} ended with the step that failed; open a new {name}'
+    )

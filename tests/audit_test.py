@@ -72,6 +72,20 @@ def test_the_mode_says_so_in_its_exit_status(tmp_path, capsys):
   assert [json.loads(line)['tree_budget'] for line in lines] == [24, 5]
 
 
+@pytest.mark.parametrize('count', (0, -1))
+def test_nothing_to_decode_is_no_verdict(count):
+  """An error of the user: exit status 1 would say that outputs differ."""
+  config = RunConfig(
+    mode='audit',
+    target=str(support.DATA / FIXTURE),
+    drafter='random',
+    prompt_ids=('1',),
+    max_new_tokens=count,
+  )
+  with pytest.raises(UserError, match=f'max_new_tokens={count} is below 1'):
+    mode.run(config)
+
+
 def test_mask_that_ignores_ancestry(planted):
   honest = stages.verify
 

@@ -364,6 +364,30 @@ def test_chain_seed_changes_no_token(drafter_name, budgets):
       assert set(result.acceptance_lengths) == {min(6, 1 + budget)}
 
 
+@pytest.mark.parametrize('kind', (np.array, np.uint8, jnp.asarray, tuple))
+def test_ids_of_any_library(pair, kind):
+  target, drafter = pair
+  prompt = support.prompt_of(target.config, 7)
+  options = OPTIONS | {'max_new_tokens': np.int64(20)}
+  wanted = generation.generate(target, drafter, prompt, **OPTIONS)
+  given = kind(prompt)
+  result = generation.generate(target, drafter, given, **options)
+  assert (result.prompt_ids, result.output_ids) == (prompt, wanted.output_ids)
+  assert {type(i) for i in result.prompt_ids} == {int}
+
+
+def test_no_step_of_prefill_is_larger_than_the_capacity(pair):
+  target, _ = pair
+  ids = support.prompt_of(target.config, 7)
+  wanted = generation.forward_logits(target, ids)
+  for chunk in (10**7, np.int64(2**40)):
+    assert np.array_equal(
+      generation.forward_logits(target, ids, prefill_chunk=chunk), wanted
+    )
+  with pytest.raises(UserError, match='prefill_chunk=1.5'):
+    generation.forward_logits(target, ids, prefill_chunk=1.5)
+
+
 def test_what_cannot_be_is_refused(pair):
   target, drafter = pair
   oracle = api.load_drafter('oracle', target)

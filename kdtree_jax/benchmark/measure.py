@@ -19,6 +19,7 @@ from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
 from kdtree_jax.decode.generate import decode_loop
 from kdtree_jax.decode.round import prefill
 from kdtree_jax.decode.state import empty_stats
+from kdtree_jax.keys import Purpose, key_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +293,7 @@ def _normal(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.normal(key, shape[1:], dtype)
 
   return jax.jit(lambda keys: jax.lax.map(layer, keys))(
-    jax.random.split(jax.random.key(2), shape[0])
+    jax.random.split(key_for(Purpose.BENCHMARK), shape[0])
   )
 
 

@@ -8,11 +8,8 @@ from kdtree_jax.api import LoadedDrafter, Target
 from kdtree_jax.config import DecodeConfig, DrafterConfig
 from kdtree_jax.decode import Engine
 from kdtree_jax.decode.engine import Params
-from kdtree_jax.drafters.dflash import (
-  DFlashDrafter,
-  DFlashModel,
-  default_target_layer_ids,
-)
+from kdtree_jax.drafters.dflash import DFlashDrafter, default_target_layer_ids
+from kdtree_jax.keys import Purpose, key_for
 from kdtree_jax.model.random_params import random_params
 
 LAYERS = 5
@@ -53,11 +50,10 @@ def random_drafter(
     rope_theta=c.rope_theta,
     max_position_embeddings=positions,
   )
-  model = DFlashModel(config, target.dtype)
-  shapes = jax.eval_shape(
-    lambda: model.init(jax.random.key(0), method='initialize')['params']
-  )
   drafter = DFlashDrafter(config, block_size)
+  shapes = jax.eval_shape(
+    lambda: drafter.init_params(key_for(Purpose.WEIGHTS), target.dtype)
+  )
   return LoadedDrafter('random weights', drafter, random_params(shapes, 1))
 
 

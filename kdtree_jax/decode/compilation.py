@@ -7,7 +7,7 @@ on disk where `jax_compilation_cache_dir` is set.
 import concurrent.futures
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +69,7 @@ def _compiler_options(backend: str) -> dict[str, str] | None:
 
 
 def start_compiling(
-  calls: Sequence[Call],
+  calls: Iterable[Call],
 ) -> list[concurrent.futures.Future[jax.stages.Compiled]]:
   """Lowers programs in their order and compiles them in threads.
 
@@ -90,7 +90,7 @@ def start_compiling(
 
 
 def compile_all(
-  calls: Sequence[Call],
+  calls: Iterable[Call],
 ) -> tuple[list[jax.stages.Compiled], float]:
   """Compiles programs side by side; see `start_compiling`.
 

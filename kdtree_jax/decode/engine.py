@@ -57,11 +57,26 @@ class Engine:
         f'{self.config.max_position_embeddings} of the target'
       )
 
+  @property
+  def drafts(self) -> bool:
+    """Whether a round asks the drafter."""
+    return self.drafter is not None and self.decode.tree_budget > 0
+
+  @property
+  def outlives_drafter(self) -> bool:
+    """Whether rows may grow beyond the positions that the drafter has."""
+    limit = self.drafter.max_positions if self.drafts else None
+    return limit is not None and self.decode.capacity > limit
+
   def for_prefill(self) -> 'Engine':
-    """The same engine without its tree, which prefill does not look at.
+    """The engine of prefill, which does not look at the tree.
 
     So a sweep over budgets and policies compiles prefill once.
     """
+    return self.without_tree()
+
+  def without_tree(self) -> 'Engine':
+    """The engine whose round is AR's step; it still feeds the drafter."""
     decode = dataclasses.replace(
       self.decode,
       tree_budget=0,

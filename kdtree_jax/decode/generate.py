@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,9 @@ from kdtree_jax.decode.round import RoundTrace, decode_round, prefill
 from kdtree_jax.decode.state import DecodeState
 from kdtree_jax.tree import Acceptance, DraftTree
 
+# One round on the host's demand: `(params, state, *operands)`.
+Step = Callable[..., Any]
+
 
 class Seconds(NamedTuple):
   """Wall time of one call; `compile` is apart from the other two."""
@@ -30,14 +33,54 @@ def decode_loop(
   engine: Engine, params: Params, state: DecodeState
 ) -> DecodeState:
   """Rounds until every row is done; each round commits at least one token."""
+  return _loop(engine, params, state, lambda state: state.done.all())
 
-  def unfinished(state: DecodeState) -> jax.Array:
-    return ~state.done.all()
 
-  def body(state: DecodeState) -> DecodeState:
-    return decode_round(engine, params, state)[0]
+def decode_rounds(
+  engine: Engine, params: Params, state: DecodeState, count: jax.Array
+) -> DecodeState:
+  """At most `count` rounds, an operand: every count is one program."""
+  first = state.stats.rounds
 
-  return lax.while_loop(unfinished, body, state)
+  def is_over(state: DecodeState) -> jax.Array:
+    return state.done.all() | (state.stats.rounds - first >= count)
+
+  return _loop(engine, params, state, is_over)
+
+
+def _loop(
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  is_over: Callable[[DecodeState], jax.Array],
+) -> DecodeState:
+  """Rounds until `is_over`, of DDTree and then, without a drafter, of AR.
+
+  Lengths only grow: one loop after the other needs no choice in any round,
+  and so no branch that a cache would have to go through.
+  """
+
+  def rounds(engine: Engine, is_over, state: DecodeState) -> DecodeState:
+    return lax.while_loop(
+      lambda state: ~is_over(state),
+      lambda state: decode_round(engine, params, state)[0],
+      state,
+    )
+
+  if engine.outlives_drafter:
+    drafting = engine
+    state = rounds(
+      drafting,
+      lambda state: is_over(state) | drafting_is_over(drafting, state),
+      state,
+    )
+    engine = engine.without_tree()
+  return rounds(engine, is_over, state)
+
+
+def drafting_is_over(engine: Engine, state: DecodeState) -> jax.Array:
+  """Whether all rows are done or beyond the drafter's positions, for good."""
+  return (state.done | stages.beyond_drafter(engine, state)).all()
 
 
 def generate(
@@ -86,23 +129,6 @@ def _compiled(
 ) -> tuple[jax.stages.Compiled, jax.stages.Compiled, float]:
   (fill, program), seconds = compile_all(calls)
   return fill, program, seconds
-
-
-def decode_rounds(
-  engine: Engine, params: Params, state: DecodeState, count: jax.Array
-) -> DecodeState:
-  """At most `count` rounds, an operand: every count is one program."""
-
-  def unfinished(carry) -> jax.Array:
-    taken, state = carry
-    return (taken < count) & ~state.done.all()
-
-  def body(carry):
-    taken, state = carry
-    return taken + 1, decode_round(engine, params, state)[0]
-
-  zero = jnp.zeros((), jnp.int32)
-  return lax.while_loop(unfinished, body, (zero, state))[1]
 
 
 def stream(
@@ -169,12 +195,44 @@ def traced_programs(
   params: Params,
   state: DecodeState,
   text: jax.Array | None = None,
-):
+) -> tuple[jax.stages.Compiled, Step, float]:
   """Prefill and `traced_round`, compiled, and the seconds that took."""
   operands = () if text is None else (text,)
-  return _compiled(
-    _with_prefill(traced_round, engine, params, state, *operands)
+  (fill, *rounds), seconds = compile_all(
+    round_calls(traced_round, engine, params, state, *operands)
   )
+  return fill, round_step(engine, rounds), seconds
+
+
+def round_calls(
+  function: Callable[..., Any],
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  *operands: jax.Array,
+  donate: bool = True,
+) -> list[Call]:
+  """Prefill and one round that a host loop drives.
+
+  And AR's round, where rows may grow beyond the drafter's positions.
+  """
+  calls = [Call(prefill, engine.for_prefill(), params, state, donate=donate)]
+  engines = [engine]
+  if engine.outlives_drafter:
+    engines.append(engine.without_tree())
+  for each in engines:
+    calls.append(Call(function, each, params, state, operands, donate))
+  return calls
+
+
+def round_step(engine: Engine, rounds: Sequence[jax.stages.Compiled]) -> Step:
+  """The round of `round_calls`; AR's as soon as no row can be drafted for."""
+
+  def step(params: Params, state: DecodeState, *operands: jax.Array) -> Any:
+    alone = len(rounds) > 1 and bool(drafting_is_over(engine, state))
+    return rounds[alone](params, state, *operands)
+
+  return step
 
 
 def forward_logits(

@@ -43,15 +43,19 @@ def build_tree(
   if logits is None:
     return root_only(root)
   decode = engine.decode
-  limit = engine.drafter.max_positions
-  if limit is not None:
-    # Behind its own last position a drafter proposes nothing; the target
-    # goes on alone.
-    inside = state.length + engine.drafter.block_size <= limit
-    logits = jnp.where(inside[:, None, None], logits, -jnp.inf)
+  if engine.drafter.max_positions is not None:
+    # A row beyond them has no draft, while others in the batch still have.
+    beyond = beyond_drafter(engine, state)
+    logits = jnp.where(beyond[:, None, None], -jnp.inf, logits)
   policy = registry.get('tree_policy', decode.tree_policy)
   tree = policy(logits, root, decode.tree_budget, decode.implementation)
   return seed_chain(tree, logits) if decode.chain_seed else tree
+
+
+def beyond_drafter(engine: Engine, state: DecodeState) -> jax.Array:
+  """`[B]` bool: the next block reaches beyond the drafter's positions."""
+  block = engine.drafter.block_size
+  return state.length + block > engine.drafter.max_positions
 
 
 class Verified(NamedTuple):
@@ -226,7 +230,7 @@ def decode_round(
       the tree holds them, in place of the target's own (teacher forcing).
   """
   with jax.named_scope('draft'):
-    logits = draft(engine, params, state) if engine.drafter else None
+    logits = draft(engine, params, state) if engine.drafts else None
   with jax.named_scope('tree_build'):
     tree = build_tree(engine, state, logits)
   with jax.named_scope('verify'):

@@ -8,7 +8,6 @@ is always the target's own draw, so the output does not depend on the tree.
 """
 
 import dataclasses
-import math
 
 import flax.struct
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kdtree_jax.checks import check_types
 from kdtree_jax.errors import UserError
 
 
@@ -40,10 +40,11 @@ class SamplingConfig:
   seed: int = 0
 
   def __post_init__(self):
+    check_types(self)
     checks = (
       (
         'temperature',
-        self.temperature == 0 or 1e-4 <= self.temperature < math.inf,
+        self.temperature == 0 or self.temperature >= 1e-4,
         '0 or at least 0.0001',
       ),
       ('top_k', 0 <= self.top_k < 2**31, 'at least 0; 0 keeps all'),

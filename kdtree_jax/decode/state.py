@@ -81,11 +81,7 @@ def pack_stop_ids(stop_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     UserError: too many, or one outside the vocabulary.
   """
   ids = sorted(set(stop_ids))
-  for token in ids:
-    if not 0 <= token < vocab_size:
-      raise UserError(
-        f'stop id {token} is outside the vocabulary of {vocab_size}'
-      )
+  check_ids(ids, vocab_size, 'stop')
   if len(ids) > MAX_STOP_IDS:
     raise UserError(f'{len(ids)} stop ids; at most {MAX_STOP_IDS} are possible')
   packed = np.full((MAX_STOP_IDS,), -1, np.int32)
@@ -211,13 +207,18 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, capacity: int) -> None:
   """Raises a UserError that says what is wrong with a prompt."""
   if len(prompt) == 0:
     raise UserError('the prompt is empty; give at least one token id')
-  for token in prompt:
-    if not 0 <= token < vocab_size:
-      raise UserError(
-        f'prompt id {token} is outside the vocabulary of {vocab_size}'
-      )
+  check_ids(prompt, vocab_size, 'prompt')
   if len(prompt) > capacity:
     raise UserError(
       f'the prompt has {len(prompt)} tokens, more than the capacity of '
       f'{capacity}'
     )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, kind: str) -> None:
+  """Raises a UserError for the first id that the vocabulary lacks."""
+  for token in ids:
+    if not 0 <= token < vocab_size:
+      raise UserError(
+        f'{kind} id {token} is outside the vocabulary of {vocab_size}'
+      )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.config import ModelConfig
+from kdtree_jax.keys import Purpose, key_for
 
 
 class TargetHead(NamedTuple):
@@ -37,7 +38,9 @@ class Drafter(Protocol):
     needs_golden: `params` must be `{'golden': [B, T] int32}`, the sequence
       that greedy decoding would produce, -1 where it is unknown.
     max_positions: no block may reach beyond them; None for no limit.
-    target_sizes: what the target's config must say, by its field names.
+    target_sizes: what the target's config must say, by its field names:
+      `vocab_size` and, if it looks at the target, `hidden_size` and
+      `num_hidden_layers`.
   """
 
   block_size: int
@@ -135,7 +138,7 @@ class StubDrafter:
   def noise(self, length: jax.Array) -> jax.Array:
     """`[B, block_size - 1, V]` normal logits, a function of position alone."""
     ahead = jnp.arange(1, self.block_size, dtype=jnp.int32)
-    key = jax.random.key(0)
+    key = key_for(Purpose.DRAFTER_NOISE)
 
     def at(position):
       keyed = jax.random.fold_in(key, position)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.drafters.base import StubDrafter, TargetHead
+from kdtree_jax.keys import Purpose, key_for
 from kdtree_jax.registry import register
 
 
@@ -38,7 +39,7 @@ class HitRateDrafter(StubDrafter):
   ) -> jax.Array:
     golden = self.golden_tokens(params, length)
     ahead = jnp.arange(1, self.block_size, dtype=jnp.int32)
-    key = jax.random.key(1)
+    key = key_for(Purpose.HITS)
 
     def is_hit(position):
       draw = jax.random.uniform(jax.random.fold_in(key, position))

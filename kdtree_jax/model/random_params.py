@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kdtree_jax.keys import Purpose, key_for
+
 # The initializer_range of the whole model family; activations stay finite.
 STD = 0.02
 
@@ -30,7 +32,8 @@ def random_params(shapes: Any, seed: int = 0) -> Any:
 
   Args:
     shapes: nested dicts of `jax.ShapeDtypeStruct`, as `abstract_params` gives.
-    seed: of all of them; tensor i draws with `fold_in(key(seed), i)`.
+    seed: of all of them; tensor i draws with
+      `fold_in(key_for(Purpose.WEIGHTS, seed), i)`.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
   layers = sum(name.startswith('layers_') for name in shapes)
@@ -60,7 +63,7 @@ def _std(names: list[str], layers: int, tied: bool) -> float:
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _normal(seed, index, std, shape, dtype):
   """A program for each shape; a stack is filled matrix by matrix."""
-  key = jax.random.fold_in(jax.random.key(seed), index)
+  key = jax.random.fold_in(key_for(Purpose.WEIGHTS, seed), index)
 
   def matrix(key, shape):
     # In bfloat16 the draws themselves would be coarse, and their mean not 0.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.config import ModelConfig
+from kdtree_jax.keys import Purpose, key_for
 from kdtree_jax.model.cache import KVCache, init_cache
 from kdtree_jax.model.layers import Matrix, RMSNorm, SwiGLU, lookup
 from kdtree_jax.model.mla import Attend, MultiHeadLatentAttention
@@ -182,4 +183,5 @@ def init_params(
 
 def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:
   """Shapes and dtypes of a model's parameters, without memory."""
-  return jax.eval_shape(lambda: init_params(config, jax.random.key(0), dtype))
+  key = key_for(Purpose.WEIGHTS)
+  return jax.eval_shape(lambda: init_params(config, key, dtype))

@@ -53,7 +53,14 @@ def run(config: RunConfig) -> int:
   if config.tree_budget is not None:
     budgets = integers(config.tree_budget, 'tree_budget')
   count = config.max_new_tokens
-  count = defaults.max_new_tokens if count is None else count
+  options = {
+    'max_new_tokens': defaults.max_new_tokens if count is None else count,
+    'tree_policy': config.tree_policy or defaults.tree_policy,
+    'chain_seed': bool(config.chain_seed),
+    'kernels': config.kernels or defaults.kernels,
+  }
+  # Wrong flags show before a long load.
+  generation.GenerateOptions(**options)
   target = load_target(config)
   with status('loading the drafter'):
     drafter = api.load_drafter(
@@ -72,16 +79,7 @@ def run(config: RunConfig) -> int:
     zip(talks, prompts, strict=True), budgets
   ):
     with status(f'auditing prompt {talk.prompt.id}, budget {budget}'):
-      report = audit(
-        target,
-        drafter,
-        prompt,
-        tree_budget=budget,
-        max_new_tokens=count,
-        tree_policy=config.tree_policy or defaults.tree_policy,
-        chain_seed=bool(config.chain_seed),
-        kernels=config.kernels or defaults.kernels,
-      )
+      report = audit(target, drafter, prompt, tree_budget=budget, **options)
     print(f'prompt {talk.prompt.id}, budget {budget}: {verdict(report)}')
     # JSON has no NaN; a failure says it in words.
     fields = {

@@ -105,13 +105,14 @@ def _plan(config: RunConfig) -> _Plan:
     raise UserError('--context needs positive integers')
   tokens = 0
   if config.end_to_end:
-    tokens = config.max_new_tokens or END_TO_END_TOKENS
+    tokens = config.max_new_tokens
+    tokens = END_TO_END_TOKENS if tokens is None else tokens
+    if tokens < 1:
+      raise UserError(f'--max_new_tokens={tokens} is below 1')
   else:
     for flag in ('hit_rate', 'max_new_tokens'):
       if getattr(config, flag) is not None:
         raise UserError(f'--{flag} is not used without --end_to_end')
-  if tokens < 0:
-    raise UserError(f'--max_new_tokens={tokens} is below 1')
   if not 0 <= (config.hit_rate or 0) <= 1:
     raise UserError(f'--hit_rate={config.hit_rate} is not in 0..1')
   return _Plan(tuple(dict.fromkeys(budgets)), tuple(contexts), tokens)

@@ -109,7 +109,8 @@ def _check(config: RunConfig) -> None:
   check_output(config.output)
   for temperature in _temperatures(config):
     SamplingConfig(temperature=temperature, seed=config.seed or 0)
-  for flag in ('num_prompts', 'prompt_length', 'max_new_tokens', 'batch_size'):
+  counts = ('num_prompts', 'prompt_length', 'max_new_tokens')
+  for flag in (*counts, 'batch_size', 'prefill_chunk'):
     value = getattr(config, flag)
     if value is not None and value < 1:
       raise UserError(f'--{flag}={value} is below 1')

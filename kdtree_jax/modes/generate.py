@@ -10,7 +10,13 @@ from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.results import write_jsonl
 from kdtree_jax.modes import serving, texts
-from kdtree_jax.modes.loading import check_target, load_target, mismatch
+from kdtree_jax.modes.loading import (
+  check_target,
+  drafted_rounds,
+  ends_early,
+  load_target,
+  mismatch,
+)
 from kdtree_jax.modes.run_config import (
   RunConfig,
   check_budgets,
@@ -114,6 +120,7 @@ def run(config: RunConfig) -> int:
             'text': text,
           }
         warning = warning or mismatch(used, found)
+        warning = warning or ends_early(target, used, found)
     records += [lines[key] for key in sorted(lines)]
   if warning is not None:
     print(warning, file=sys.stderr)
@@ -143,7 +150,9 @@ def record(
     'output_ids': result.output_ids,
     'acceptance_lengths': result.acceptance_lengths,
     'target_forwards': result.target_forwards,
-    'draft_forwards': result.target_forwards if drafter else 0,
+    'draft_forwards': drafted_rounds(drafter, result)
+    if item.tree_budget
+    else 0,
     'stop_reason': result.stop_reason,
     'seconds': {
       'prefill': result.seconds.prefill,

@@ -130,3 +130,44 @@ def mismatch(
           f'{rounds} rounds; was it trained for this target?'
         )
   return None
+
+
+def ends_early(
+  target: api.Target,
+  drafter: api.LoadedDrafter | None,
+  results: Sequence[GenerateResult],
+) -> str | None:
+  """A warning if texts outgrew the positions that the drafter has.
+
+  Not at the target's own last positions, where no block fits any more.
+  """
+  if drafter is None:
+    return None
+  limit = drafter.drafter.max_positions
+  if limit is None or limit >= target.config.max_position_embeddings:
+    return None
+  alone = sum(
+    result.target_forwards - drafted_rounds(drafter, result)
+    for result in results
+  )
+  if not alone:
+    return None
+  return (
+    f'warning: drafter {drafter.name} drafts within its first {limit} '
+    f'positions (max_position_embeddings); {alone} tokens beyond them were '
+    'decoded by the target alone'
+  )
+
+
+def drafted_rounds(
+  drafter: api.LoadedDrafter | None, result: GenerateResult
+) -> int:
+  """Rounds that began where the drafter still has positions for a block."""
+  if drafter is None:
+    return 0
+  limit, lengths = drafter.drafter.max_positions, result.acceptance_lengths
+  if limit is None:
+    return len(lengths)
+  starts = itertools.accumulate(lengths, initial=len(result.prompt_ids))
+  pairs = zip(starts, lengths, strict=False)
+  return sum(start + drafter.block_size <= limit for start, _ in pairs)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from kdtree_jax.keys import Purpose, key_for
 from kdtree_jax.training.checkpoints import Run, check_finite
 from kdtree_jax.training.packing import (
   PackedBatch,
@@ -114,7 +115,7 @@ def optimizer(recipe: TrainRecipe) -> optax.GradientTransformation:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def init_state(task: Task, recipe: TrainRecipe) -> TrainState:
   """The state before the first step."""
-  params = task.init(jax.random.key(recipe.seed))
+  params = task.init(key_for(Purpose.TRAINING_WEIGHTS, recipe.seed))
   return TrainState(jnp.int32(0), params, optimizer(recipe).init(params))
 
 
@@ -214,7 +215,8 @@ def _step(task: Task, recipe: TrainRecipe, end_of_text: int):
   def step(state, tokens, constants, starts):
     windows = gather_windows(tokens, starts, recipe.sequence_length)
     batch = pack(windows, end_of_text)
-    key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
+    key = key_for(Purpose.TRAINING_STEP, recipe.seed)
+    key = jax.random.fold_in(key, state.step)
     (loss, aux), gradient = jax.value_and_grad(task.loss, has_aux=True)(
       state.params, constants, batch, key
     )
@@ -245,7 +247,8 @@ def _sums(task: Task, recipe: TrainRecipe, end_of_text: int):
     windows = gather_windows(tokens, starts, recipe.sequence_length)
     batch = pack(windows, end_of_text)
     batch = batch.replace(counted=batch.counted & live[:, None])
-    key = jax.random.fold_in(jax.random.key(recipe.seed), number)
+    key = key_for(Purpose.EVALUATION, recipe.seed)
+    key = jax.random.fold_in(key, number)
     return task.evaluate(params, constants, batch, key)
 
   return jax.jit(sums)

@@ -16,12 +16,15 @@ SOURCES = tuple(
 # Who may import whom inside kdtree_jax; a missing entry is an error.
 ALLOWED = {
   'errors': set(),
+  'keys': set(),
+  'checks': {'errors'},
   'registry': {'errors'},
-  'config': {'errors'},
-  'model': {'config', 'errors'},
+  'config': {'checks', 'errors'},
+  'model': {'config', 'errors', 'keys'},
   'tree': {'config', 'errors', 'registry'},
-  'drafters': {'config', 'errors', 'registry', 'model'},
+  'drafters': {'config', 'errors', 'keys', 'registry', 'model'},
   'decode': {
+    'checks',
     'config',
     'errors',
     'registry',
@@ -41,6 +44,7 @@ ALLOWED = {
   'training': {
     'config',
     'errors',
+    'keys',
     'registry',
     'model',
     'tree',
@@ -60,6 +64,7 @@ TOP = {
   'divergence',
   'generation',
   'modes',
+  'options',
   'sessions',
   '__init__',
 }

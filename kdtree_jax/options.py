@@ -1,0 +1,82 @@
+"""What a call that generates may be told, checked where it is said."""
+
+import dataclasses
+from collections.abc import Sequence, Set
+
+from kdtree_jax import registry
+from kdtree_jax.checks import MAX_INT, check_types, integer
+from kdtree_jax.config import MAX_TREE_BUDGET
+from kdtree_jax.decode import SamplingConfig
+
+PREFILL_CHUNK = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+  """How to generate; every field is a keyword of the functions here.
+
+  Attributes:
+    max_new_tokens: at least 1; the output has exactly so many tokens unless a
+      stop token or the capacity ends it.
+    tree_budget: draft nodes a round, the root not counted.
+    tree_policy: `best_first` (DDTree) or `chain` (DFlash); see the registry.
+    chain_seed: keep the most probable chain in the tree whatever its score.
+    stop_ids: tokens that end the output; None: the checkpoint's.
+    capacity: most tokens of prompt and output; None: the next power of two
+      that holds both. One program serves every prompt within a capacity.
+    prefill_chunk: prompt tokens a prefill step.
+    kernels: `auto` or one implementation for all.
+    temperature: 0 is greedy; see `SamplingConfig` for this and the next four.
+    top_k: likewise.
+    top_p: likewise.
+    min_p: likewise.
+    seed: of the first prompt; prompt i of a batch has seed + i.
+  """
+
+  max_new_tokens: int = 128
+  tree_budget: int = 64
+  tree_policy: str = 'best_first'
+  chain_seed: bool = False
+  stop_ids: tuple[int, ...] | None = None
+  capacity: int | None = None
+  prefill_chunk: int = PREFILL_CHUNK
+  kernels: str = 'auto'
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  seed: int = 0
+
+  def __post_init__(self):
+    if isinstance(self.stop_ids, Set):
+      object.__setattr__(self, 'stop_ids', tuple(self.stop_ids))
+    check_types(self)
+    counts = (
+      ('max_new_tokens', 1, MAX_INT),
+      ('tree_budget', 0, MAX_TREE_BUDGET),
+      ('capacity', 1, MAX_INT),
+      ('prefill_chunk', 1, MAX_INT),
+    )
+    for name, least, most in counts:
+      value = getattr(self, name)
+      if value is not None:
+        integer(value, name, least, most)
+    registry.get('tree_policy', self.tree_policy)
+    self.sampling([self.seed])
+
+  def sampling(self, seeds: Sequence[int]) -> list[SamplingConfig]:
+    """One request for each seed."""
+    return [
+      SamplingConfig(
+        temperature=self.temperature,
+        top_k=self.top_k,
+        top_p=self.top_p,
+        min_p=self.min_p,
+        seed=seed,
+      )
+      for seed in seeds
+    ]
+
+  def further(self, block_size: int) -> int:
+    """New tokens as far as the last round of a drafter can look."""
+    return min(self.max_new_tokens + block_size, MAX_INT)
