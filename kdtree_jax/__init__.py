@@ -13,7 +13,6 @@ from kdtree_jax.config import (
   DrafterConfig,
   ModelConfig,
   RopeScaling,
-  load_config,
 )
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
@@ -24,6 +23,7 @@ from kdtree_jax.generation import (
   generate_batch,
 )
 from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
+from kdtree_jax.named_configs import load_config
 from kdtree_jax.sessions import Conversation, Stream, StreamUpdate
 
 __all__ = (

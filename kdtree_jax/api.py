@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax import registry
-from kdtree_jax.config import DecodeConfig, ModelConfig, load_config
+from kdtree_jax.config import DecodeConfig, ModelConfig
 from kdtree_jax.drafters import Drafter
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.errors import UserError
@@ -18,6 +18,7 @@ from kdtree_jax.io import huggingface, kdtr
 from kdtree_jax.io.tensors import MappingSource, SafetensorsSource
 from kdtree_jax.model import abstract_params
 from kdtree_jax.model.random_params import random_params
+from kdtree_jax.named_configs import load_config
 
 DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
 WEIGHTS = ('as_stored', *DTYPES)

@@ -1,9 +1,7 @@
 """Frozen, hashable, validated configurations, with Hugging Face field names."""
 
 import dataclasses
-import importlib
 import math
-import pkgutil
 from typing import Any
 
 from kdtree_jax.errors import UserError
@@ -474,23 +472,3 @@ def _fits(value: Any, annotation: str) -> bool:
     inner = int if 'tuple[int' in annotation else str
     return 'tuple' in annotation and all(type(v) is inner for v in value)
   return 'RopeScaling' in annotation and isinstance(value, dict)
-
-
-def config_names() -> tuple[str, ...]:
-  """Names of the files in `configs/`."""
-  package = importlib.import_module('configs')
-  return tuple(
-    sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-  )
-
-
-def load_config(name: str) -> ModelConfig:
-  """The `CONFIG` of `configs/<name>.py`.
-
-  Raises:
-    UserError: no such file; the message lists those that exist.
-  """
-  known = config_names()
-  if name not in known:
-    raise UserError(f'unknown config {name!r}; known: {", ".join(known)}')
-  return importlib.import_module(f'configs.{name}').CONFIG

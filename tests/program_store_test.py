@@ -15,13 +15,14 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from kdtree_jax import program_store, registry
-from kdtree_jax.config import DecodeConfig, load_config
+from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import Engine, init_state
 from kdtree_jax.decode.generate import decode_loop, loop_programs
 from kdtree_jax.decode.programs import Ingredients, ProgramCache
 from kdtree_jax.drafters.random import RandomDrafter
 from kdtree_jax.errors import UserError
 from kdtree_jax.model import init_params
+from kdtree_jax.named_configs import load_config
 from kdtree_jax.program_store import ProgramStore
 
 CONFIG = dataclasses.replace(load_config('tiny'), num_hidden_layers=2)
@@ -319,7 +320,8 @@ def test_all_that_is_registered_here_is_stored(drafter, policy, tmp_path):
 CHILD = """
 import sys
 import jax
-from kdtree_jax.config import DecodeConfig, load_config
+from kdtree_jax.config import DecodeConfig
+from kdtree_jax.named_configs import load_config
 from kdtree_jax.decode import Engine
 from kdtree_jax.decode.generate import decode_loop
 from kdtree_jax.decode.programs import Ingredients

@@ -23,11 +23,12 @@ from kdtree_jax.io.files import canonical_json
 from kdtree_jax.io.huggingface import drafter_shapes
 from kdtree_jax.modes.loading import loading
 from kdtree_jax.modes.run_config import RunConfig, required, status
+from kdtree_jax.named_configs import load_recipe
 from kdtree_jax.training.checkpoints import Run
 from kdtree_jax.training.corpus import Corpus, read_corpus
 from kdtree_jax.training.drafter import DraftTask, drafter_config
 from kdtree_jax.training.loop import Data, Evaluation, fit
-from kdtree_jax.training.recipe import DrafterRecipe, load_recipe
+from kdtree_jax.training.recipe import DrafterRecipe
 from kdtree_jax.training.rollouts import choose_prompts, cut_loops, mix
 
 FLAGS = ('target', 'weights', 'corpus', 'recipe', 'train_steps', 'output')

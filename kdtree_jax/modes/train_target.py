@@ -21,12 +21,13 @@ from kdtree_jax.modes.run_config import (
   required,
   status,
 )
+from kdtree_jax.named_configs import load_recipe
 from kdtree_jax.training.checkpoints import METRICS, Run
 from kdtree_jax.training.corpus import TOKENIZER, Corpus, read_corpus
 from kdtree_jax.training.loop import Data, Evaluation, fit
 from kdtree_jax.training.ngram import NGram
 from kdtree_jax.training.packing import num_windows
-from kdtree_jax.training.recipe import TrainRecipe, load_recipe
+from kdtree_jax.training.recipe import TrainRecipe
 from kdtree_jax.training.target import TargetTask
 
 FLAGS = ('corpus', 'recipe', 'train_steps', 'output')

@@ -1,10 +1,7 @@
 """How a model is trained, as one frozen value in `configs/`."""
 
 import dataclasses
-import importlib
-from typing import Any
 
-from kdtree_jax.config import ModelConfig, config_names, load_config
 from kdtree_jax.errors import UserError
 
 
@@ -163,36 +160,3 @@ class DrafterRecipe(TrainRecipe):
       raise UserError(f'recipe: prefix_power={self.prefix_power} is below 0')
     if self.rollouts and not self.temperatures:
       raise UserError('recipe: temperatures is empty')
-
-
-def recipe_names(attribute: str = 'RECIPE') -> tuple[str, ...]:
-  """The files in `configs/` that hold a recipe under this name."""
-  return tuple(
-    name for name in config_names() if hasattr(_module(name), attribute)
-  )
-
-
-def load_recipe(
-  name: str, attribute: str = 'RECIPE'
-) -> tuple[ModelConfig, Any]:
-  """`CONFIG` and a recipe of `configs/<name>.py`.
-
-  Args:
-    name: of the file.
-    attribute: `RECIPE` is the target's; a drafter's has another name.
-
-  Raises:
-    UserError: no such file, or it holds no such recipe.
-  """
-  config = load_config(name)
-  recipe = getattr(_module(name), attribute, None)
-  if recipe is None:
-    known = ', '.join(recipe_names(attribute))
-    raise UserError(
-      f'configs/{name}.py has no {attribute}; files that have one: {known}'
-    )
-  return config, recipe
-
-
-def _module(name: str):
-  return importlib.import_module(f'configs.{name}')

@@ -17,6 +17,7 @@ SOURCES = tuple(
 ALLOWED = {
   'errors': set(),
   'registry': {'errors'},
+  'repository': set(),
   'config': {'errors'},
   'model': {'config', 'errors'},
   'tree': {'config', 'errors', 'registry'},
@@ -60,9 +61,11 @@ TOP = {
   'divergence',
   'generation',
   'modes',
+  'named_configs',
   'program_store',
   'sessions',
   '__init__',
+  '__main__',
 }
 OPS = (
   'cache_compact',

@@ -1,0 +1,75 @@
+"""The files of `configs/`, found by file name and loaded on demand.
+
+`configs/` is a folder of the repository, where forks put files of their own.
+It is no package: in a wheel it lies inside `kdtree_jax`, so that it takes no
+top-level name, and files are loaded by path from whichever of the two exists.
+"""
+
+import functools
+import importlib.util
+import pathlib
+import types
+from typing import Any
+
+from kdtree_jax.config import ModelConfig
+from kdtree_jax.errors import UserError
+from kdtree_jax.repository import repository_path
+
+
+def config_names() -> tuple[str, ...]:
+  """Names of the files in `configs/`."""
+  files = repository_path('configs').glob('[!_]*.py')
+  return tuple(sorted(path.stem for path in files))
+
+
+def load_config(name: str) -> ModelConfig:
+  """The `CONFIG` of `configs/<name>.py`.
+
+  Raises:
+    UserError: no such file; the message lists those that exist.
+  """
+  known = config_names()
+  if name not in known:
+    raise UserError(f'unknown config {name!r}; known: {", ".join(known)}')
+  return _load(repository_path('configs') / f'{name}.py').CONFIG
+
+
+def recipe_names(attribute: str = 'RECIPE') -> tuple[str, ...]:
+  """The files in `configs/` that hold a recipe under this name."""
+  folder = repository_path('configs')
+  return tuple(
+    name
+    for name in config_names()
+    if hasattr(_load(folder / f'{name}.py'), attribute)
+  )
+
+
+def load_recipe(
+  name: str, attribute: str = 'RECIPE'
+) -> tuple[ModelConfig, Any]:
+  """`CONFIG` and a recipe of `configs/<name>.py`.
+
+  Args:
+    name: of the file.
+    attribute: `RECIPE` is the target's; a drafter's has another name.
+
+  Raises:
+    UserError: no such file, or it holds no such recipe.
+  """
+  config = load_config(name)
+  if name not in (known := recipe_names(attribute)):
+    raise UserError(
+      f'configs/{name}.py has no {attribute}; files that have one: '
+      f'{", ".join(known)}'
+    )
+  module = _load(repository_path('configs') / f'{name}.py')
+  return config, getattr(module, attribute)
+
+
+@functools.cache
+def _load(path: pathlib.Path) -> types.ModuleType:
+  """The module in a file, which is run once."""
+  spec = importlib.util.spec_from_file_location(f'configs.{path.stem}', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
