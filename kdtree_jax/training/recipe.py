@@ -3,6 +3,7 @@
 import dataclasses
 
 from kdtree_jax.errors import UserError
+from kdtree_jax.schema import check_types
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class TrainRecipe:
   checkpoint_every: int = 1000
 
   def __post_init__(self):
+    check_types(self)
     for name in (
       'steps batch_size sequence_length log_every validate_every '
       'validation_sequences checkpoint_every'
@@ -65,7 +67,7 @@ class TrainRecipe:
       )
     if self.compute_dtype not in ('float32', 'bfloat16'):
       raise UserError(
-        f'recipe: compute_dtype={self.compute_dtype} is neither float32 nor '
+        f'recipe: compute_dtype={self.compute_dtype!r} is neither float32 nor '
         'bfloat16'
       )
 
