@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import pathlib
 import types
+from importlib.machinery import SourceFileLoader
 from typing import Any
 
 from kdtree_jax.config import ModelConfig
@@ -69,7 +70,9 @@ def load_recipe(
 @functools.cache
 def _load(path: pathlib.Path) -> types.ModuleType:
   """The module in a file, which is run once."""
-  spec = importlib.util.spec_from_file_location(f'configs.{path.stem}', path)
+  loader = SourceFileLoader(f'configs.{path.stem}', str(path))
+  spec = importlib.util.spec_from_loader(loader.name, loader)
+  assert spec is not None  # None is for names that no loader was given for.
   module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
+  loader.exec_module(module)
   return module

@@ -10,7 +10,7 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from kdtree_jax.errors import UserError, show
 
@@ -24,6 +24,12 @@ _WORDS = {
   str: 'a string',
   dict: 'a JSON object',
 }
+
+
+class _Dataclass(Protocol):
+  """What every dataclass has."""
+
+  __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 def problem(value: Any, kind: Any) -> str | None:
@@ -76,7 +82,7 @@ def check_types(value: Any) -> None:
       raise UserError(f'{type(value).__name__}: {name} {why}')
 
 
-def from_json[T](cls: type[T], raw: Any) -> T:
+def from_json[T: _Dataclass](cls: type[T], raw: Any) -> T:
   """The dataclass whose `asdict` was written as this JSON object.
 
   Args:

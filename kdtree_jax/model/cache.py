@@ -10,8 +10,7 @@ from kdtree_jax.config import ModelConfig
 from pallas_kernels.cache_compact.api import cache_compact
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
   """Committed rows of every layer.
 
   Attributes:

@@ -18,8 +18,7 @@ from pallas_kernels.dense import matmul
 from pallas_kernels.verify_attention.api import verify_attention
 
 
-@flax.struct.dataclass
-class ForwardOutput:
+class ForwardOutput(flax.struct.PyTreeNode):
   """What a forward leaves; the cache itself is only read.
 
   Attributes:
@@ -177,7 +176,7 @@ def init_params(
   """Random parameters with the family's initializer_range. Consumes `key`."""
   # Whatever the kernels, the parameters are the same.
   model = Transformer(config, dtype=dtype, implementation='reference')
-  return model.init(key, method='initialize')['params']
+  return dict(model.init(key, method='initialize')['params'])
 
 
 def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from kdtree_jax.tree.draft_tree import DraftTree
 from pallas_kernels.tree_accept.api import tree_accept
 
 
-@flax.struct.dataclass
-class Acceptance:
+class Acceptance(flax.struct.PyTreeNode):
   """One round's outcome; W = draft depth + 1.
 
   Attributes:

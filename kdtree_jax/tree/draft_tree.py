@@ -12,8 +12,7 @@ ROOT_INDEX = 0
 NO_PARENT = -1
 
 
-@flax.struct.dataclass
-class DraftTree:
+class DraftTree(flax.struct.PyTreeNode):
   """N = 1 + tree_budget slots a row; the root is node 0, `parents[i] < i`.
 
   Slots from `num_nodes` on are padding: no parent, no child, and no bit in

@@ -61,5 +61,5 @@ def test_the_command_is_run_py(tmp_path):
 
 def test_ci_installs_the_wheel_and_checks_the_sources():
   lines = (ROOT / '.ci/run').read_text().splitlines()
-  assert {'.ci/wheel', 'uv run ruff check .'} <= set(lines)
-  assert 'uv run ruff format --check .' in lines
+  checks = ('ruff check .', 'ruff format --check .', 'pyrefly check')
+  assert {'.ci/wheel', *(f'uv run {check}' for check in checks)} <= set(lines)
