@@ -28,6 +28,10 @@ import itertools  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import shapes  # noqa: E402
+
+shapes.install()
+
 from kdtree_jax.decode.programs import PROGRAMS  # noqa: E402
 
 # A compiled program holds some hundred memory maps, of which Linux allows a
