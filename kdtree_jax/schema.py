@@ -12,6 +12,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from kdtree_jax.errors import UserError, show
 
 # No dimension, count or token id comes near this; sizes multiply safely.
@@ -42,7 +44,7 @@ def problem(value: Any, kind: Any) -> str | None:
     kind: its annotation: a class, `tuple[kind, ...]` or `kind | None`.
 
   Returns:
-    A phrase that follows the name of the field, as in 'is 1.5, not an integer'.
+    A phrase that follows the value, as in 'not an integer'.
   """
   if isinstance(kind, types.UnionType):
     if value is None:
@@ -50,19 +52,18 @@ def problem(value: Any, kind: Any) -> str | None:
     (kind,) = (k for k in typing.get_args(kind) if k is not types.NoneType)
   if typing.get_origin(kind) is tuple:
     if type(value) is not tuple:
-      right = 'tuple' if isinstance(value, list) else 'list'
-      return f'is {show(value)}, not a {right}'
+      return 'not a list'
     kind = typing.get_args(kind)[0]
     for item in value:
       if problem(item, kind) is not None:
-        return f'holds {show(item)}, no {kind.__name__}'
+        return f'a list that holds {show(item)}, no {kind.__name__}'
     return None
   if type(value) is not kind and (kind, type(value)) != (float, int):
-    return f'is {show(value)}, not {_WORDS.get(kind, kind.__name__)}'
+    return f'not {_WORDS.get(kind, kind.__name__)}'
   if kind is int and abs(value) > MAX_INT:
-    return f'is {show(value)}, not in {-MAX_INT}..{MAX_INT}'
+    return f'not in {-MAX_INT}..{MAX_INT}'
   if kind is float and not abs(value) <= MAX_FLOAT:
-    return f'is {show(value)}, out of range'
+    return 'out of range'
   return None
 
 
@@ -74,12 +75,25 @@ def _annotations(cls: type) -> dict[str, Any]:
 def check_types(value: Any) -> None:
   """Checks every field of a dataclass; its `__post_init__` begins with this.
 
+  What other libraries call a number or a list becomes Python's own first, so
+  that equal configs are equal and can be written as JSON.
+
   Raises:
     UserError: the name of the first field that is not of its type.
   """
   for name, kind in _annotations(type(value)).items():
-    if why := problem(getattr(value, name), kind):
-      raise UserError(f'{type(value).__name__}: {name} {why}')
+    field = _plain(getattr(value, name))
+    if why := problem(field, kind):
+      where = f'{type(value).__name__}: {name}'
+      raise UserError(f'{where}={show(getattr(value, name))} is {why}')
+    object.__setattr__(value, name, field)
+
+
+def _plain(value: Any) -> Any:
+  """An array as numbers of Python, a list as a tuple."""
+  if hasattr(value, '__array__'):
+    value = np.asarray(value).tolist()
+  return tuple(value) if isinstance(value, list) else value
 
 
 def from_json[T: _Dataclass](cls: type[T], raw: Any) -> T:
@@ -107,10 +121,8 @@ def from_json[T: _Dataclass](cls: type[T], raw: Any) -> T:
 
 
 def _from_json(value: Any, kind: Any) -> Any:
-  """A list as a tuple, an object as the dataclass that belongs there."""
+  """An object as the dataclass that belongs there."""
   for option in (kind, *typing.get_args(kind)):
-    if isinstance(value, list) and typing.get_origin(option) is tuple:
-      return tuple(value)
     if dataclasses.is_dataclass(option) and value is not None:
       return from_json(option, value)
   return value

@@ -14,6 +14,7 @@ from typing import Any
 
 import beartype
 import flax.struct
+import numpy as np
 from jaxtyping import install_import_hook, jaxtyped
 
 PACKAGES = ('kdtree_jax.model', 'kdtree_jax.tree')
@@ -57,6 +58,8 @@ def _check_fields(name: str, value: Any) -> None:
   for field in dataclasses.fields(value):
     part, kind = getattr(value, field.name), kinds[field.name]
     _check_fields(f'{name}.{field.name}', part)
+    if isinstance(part, np.ndarray):  # A pytree that was copied to the host.
+      kind = kind.dtype[np.ndarray, kind.dim_str]
     if isinstance(kind, type) and not isinstance(part, kind):
       what = f'{part.dtype}{part.shape}' if hasattr(part, 'shape') else part
       raise TypeError(f'{name}.{field.name} is {what}, not {kind.__name__}')

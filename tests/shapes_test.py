@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jaxtyping import Array, Int32, TypeCheckError, jaxtyped
 
@@ -66,9 +67,13 @@ def test_results_are_checked():
 
   cut(NODES, 3)
   grow(TREE, TREE)
+  host = jax.tree.map(np.asarray, TREE)
+  grow(host, host)
+  with pytest.raises(TypeCheckError, match='the parameters'):
+    grow(host, host.replace(scores=host.tokens))
   with pytest.raises(TypeCheckError, match='return value'):
     cut(NODES, 2)
-  with pytest.raises(TypeCheckError, match='parameter.*root'):
+  with pytest.raises(TypeCheckError, match='the parameters'):
     grow(TREE, root_only(STOPS))
 
 

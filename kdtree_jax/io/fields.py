@@ -45,7 +45,7 @@ class Fields:
     if isinstance(value, list):
       value = tuple(value)
     if value is not default and (why := problem(value, kind)):
-      raise self.error(key, why)
+      raise self.error(key, f'is {show(value)}, {why}')
     return value
 
   def integer(self, key: str, default: Any = REQUIRED, least: int = 0) -> Any:

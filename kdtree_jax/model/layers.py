@@ -108,14 +108,17 @@ class RMSNorm(nn.Module):
 
 
 class Matrix(nn.Module):
-  """A weight `[rows, columns]` by itself: an embedding, a head."""
+  """A weight `[rows, columns]` by itself: an embedding, a head.
+
+  It is an array, or a `QuantizedArray` if it is stored as one.
+  """
 
   rows: int
   columns: int
   dtype: DTypeLike
 
   @nn.compact
-  def __call__(self) -> jax.Array:
+  def __call__(self) -> Any:
     shape = (self.rows, self.columns)
     return weight(self, 'weight', matrix_init, shape, self.dtype)
 
