@@ -21,6 +21,7 @@ from kdtree_jax.modes.run_config import (
   required,
   status,
 )
+from kdtree_jax.named_configs import load_recipe
 from kdtree_jax.training.checkpoints import METRICS, Run
 from kdtree_jax.training.corpus import SPLITS, TOKENIZER, Corpus, read_corpus
 from kdtree_jax.training.loop import Data, Evaluation, fit
@@ -30,7 +31,7 @@ from kdtree_jax.training.packing import (
   num_windows,
   window_starts,
 )
-from kdtree_jax.training.recipe import TrainRecipe, load_recipe
+from kdtree_jax.training.recipe import TrainRecipe
 from kdtree_jax.training.target import TargetTask
 
 FLAGS = ('corpus', 'recipe', 'train_steps', 'output')

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kdtree_jax.reference import layers as ops
+from kdtree_jax.reference.layers import Config
 from kdtree_jax.reference.model import ReferenceModel
 
 
-def drafter_rope(config: Mapping) -> tuple[float, Mapping | None, float]:
+def drafter_rope(config: Config) -> tuple[float, Config | None, float]:
   """Returns theta, YaRN scaling or None, and the rotation's amplitude."""
   rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
   theta = rope.get('rope_theta') or config['rope_theta']
@@ -33,7 +34,7 @@ class ReferenceDrafter:
 
   def __init__(
     self,
-    config: Mapping,
+    config: Config,
     tensors: Mapping[str, np.ndarray],
     target: ReferenceModel,
   ):
