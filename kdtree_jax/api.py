@@ -101,9 +101,8 @@ def load_target(
       expanded=expanded,
       progress=progress,
     )
-    return Target(
-      bundle.name, config, params, jax_dtype, config.eos_token_id, golden
-    )
+    stop_ids = huggingface.bundle_stop_ids(bundle, str(path)).ids
+    return Target(bundle.name, config, params, jax_dtype, stop_ids, golden)
   raw = huggingface.read_json(_folder(path, 'target') / 'config.json')
   where = str(path / 'config.json')
   config = huggingface.model_config(raw, where)

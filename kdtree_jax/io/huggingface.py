@@ -3,7 +3,6 @@
 from kdtree_jax.io.checkpoint_config import (
   model_config,
   quantization,
-  stop_ids,
 )
 from kdtree_jax.io.checkpoint_tensors import (
   Match,
@@ -23,11 +22,13 @@ from kdtree_jax.io.drafter_config import (
   is_drafter,
   with_attention_factor,
 )
+from kdtree_jax.io.stop_ids import bundle_stop_ids, stop_ids
 from kdtree_jax.io.tensors import read_json
 
 __all__ = (
   'Match',
   'Progress',
+  'bundle_stop_ids',
   'drafter_config',
   'drafter_params',
   'drafter_shapes',
