@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,6 +24,7 @@ from kdtree_jax.decode import DecodeState, Engine
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.engine import Params
 from kdtree_jax.decode.programs import PROGRAMS
+from kdtree_jax.decode.state import HostState, all_done
 from kdtree_jax.divergence import Divergence, Seen, judge
 from kdtree_jax.drafters.silent import SilentDrafter
 from kdtree_jax.errors import UserError
@@ -233,7 +235,7 @@ def _observe(
   """Decodes round by round and keeps the rows of committed tokens."""
   run, fill, step = _begin(target, drafter, prompt, options, golden)
   state, rounds = fill(run.params, run.state), []
-  while not bool(state.done.all()):
+  while not all_done(state):
     state, logits, routing = step(run.params, state)
     rounds.append(_rows(logits, routing, _last_accepted(state)))
   return _seen(state, rounds)
@@ -264,7 +266,7 @@ def _padded(
   run, fill, step = _begin(target, *_padding(target, drafter, prompt, options))
   state, rounds = fill(run.params, run.state), []
   told = jnp.asarray(output_ids, jnp.int32)[None]
-  while not bool(state.done.all()):
+  while not all_done(state):
     state = state.replace(
       tokens=lax.dynamic_update_slice(state.tokens, told, (0, len(prompt)))
     )
@@ -274,18 +276,22 @@ def _padded(
 
 
 def _last_accepted(state: DecodeState) -> int:
-  return int(state.stats.acceptance_length[0, int(state.stats.rounds) - 1])
+  accepted = np.asarray(state.stats.acceptance_length)
+  return int(accepted[0, int(state.stats.rounds) - 1])
 
 
 def _rows(logits, routing, count: int):
   """The committed rows of one round, on the host."""
-  choice = [np.asarray(scores[:count]) for scores, _ in routing]
-  experts = [np.asarray(ids[:count]) for _, ids in routing]
-  return np.asarray(logits[:count]), choice, experts
+  # Cut there: on the device every count would compile a program.
+  logits, routing = jax.device_get((logits, routing))
+  choice = [scores[:count] for scores, _ in routing]
+  experts = [ids[:count] for _, ids in routing]
+  return logits[:count], choice, experts
 
 
 def _seen(state: DecodeState, rounds: list) -> Seen:
-  start, length = int(state.prompt_length[0]), int(state.length[0])
+  host = HostState.of(state)
+  start, length = int(host.prompt_length[0]), int(host.length[0])
   count = length - start
 
   def stacked(index: int) -> np.ndarray:
@@ -300,9 +306,9 @@ def _seen(state: DecodeState, rounds: list) -> Seen:
       axis=1,
     )
 
-  accepted = np.asarray(state.stats.acceptance_length[0])
+  accepted = host.stats.acceptance_length[0]
   return Seen(
-    output_ids=np.asarray(state.tokens[0, start:length]).tolist(),
+    output_ids=host.tokens[0, start:length].tolist(),
     logits=np.concatenate([taken[0] for taken in rounds])[:count],
     choice=stacked(1),
     experts=stacked(2),
@@ -333,7 +339,7 @@ def _full_acceptance(
   Near the last position it knows less than a block.
   """
   horizon = min(drafter.block_size - 1, options.tree_budget)
-  length = int(known.state.prompt_length[0])
+  length = int(np.asarray(known.state.prompt_length)[0])
   wanted = []
   for accepted in known.accepted:
     wanted.append(1 + max(0, min(horizon, len(golden) - 1 - length)))
@@ -374,13 +380,13 @@ def _context_error(
   And the same for a prefill in smaller chunks, as the noise.
   """
   state = tested.state
-  text = np.asarray(state.tokens[0, : int(state.length[0])]).tolist()
-  root = state.tokens[0, len(text)]
+  host = HostState.of(state)
+  text = host.tokens[0, : int(host.length[0])].tolist()
   capacity = state.stats.acceptance_length.shape[1]
   options = dataclasses.replace(options, capacity=capacity)
   golden = None
   if drafter.drafter.needs_golden:
-    golden = [np.asarray(state.tokens[0, : len(text) + 1]).tolist()]
+    golden = [host.tokens[0, : len(text) + 1].tolist()]
 
   def drafted(chunk: int, decoded: DecodeState | None = None) -> np.ndarray:
     changed = dataclasses.replace(options, prefill_chunk=chunk)
@@ -391,8 +397,9 @@ def _context_error(
     if decoded is None:
       decoded = fill(run.params, run.state)
       # Prefill may have chosen another root at a near-tie.
-      tokens = decoded.tokens.at[0, len(text)].set(root)
-      decoded = decoded.replace(tokens=tokens)
+      tokens = np.array(decoded.tokens)
+      tokens[0, len(text)] = host.tokens[0, len(text)]
+      decoded = decoded.replace(tokens=jnp.asarray(tokens))
     logits = np.asarray(draft(run.params, decoded)[0])
     return np.where(np.isneginf(logits), 0, logits)
 

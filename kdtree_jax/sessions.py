@@ -12,7 +12,12 @@ import numpy as np
 from kdtree_jax.api import LoadedDrafter, Target
 from kdtree_jax.decode import DecodeState, GenerateResult
 from kdtree_jax.decode import generate as drivers
-from kdtree_jax.decode.state import check_prompt, extend, truncate
+from kdtree_jax.decode.state import (
+  HostState,
+  check_prompt,
+  extend,
+  truncate,
+)
 from kdtree_jax.errors import UserError
 from kdtree_jax.generation import (
   GenerateOptions,
@@ -21,6 +26,8 @@ from kdtree_jax.generation import (
   finished,
   prepare,
 )
+from kdtree_jax.io.text_stream import StopStrings
+from kdtree_jax.io.tokenizer import text_stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +73,8 @@ class Stream:
       golden: B golden sequences for drafters that need them.
       seeds: see `generate_batch`.
       stop_strings: a row ends with the token that completes one of them.
-      decode: ids to text; needed for `stop_strings`.
+      decode: ids to text, such as a tokenizer's method; needed for
+        `stop_strings`.
       **options: fields of `GenerateOptions`.
     """
     if rounds_per_step < 1:
@@ -77,15 +85,19 @@ class Stream:
       raise UserError('stop_strings is a list of strings that are not empty')
     self._run = prepare(target, drafter, prompts, golden, options, seeds)
     self._rounds_per_step = rounds_per_step
-    self._stops, self._decode = tuple(stop_strings), decode
     run = self._run
+    self._stops: list[StopStrings] = []
+    if stop_strings:
+      self._stops = [
+        StopStrings(stop_strings, text_stream(decode)) for _ in prompts
+      ]
     self._fill, self._step, compiled = drivers.stream_programs(
       run.engine, run.params, run.state
     )
     self._seconds = drivers.Seconds(0.0, 0.0, compiled)
     self._filled = False
-    self._results: list[GenerateResult] = []
-    self._keep()
+    # What `results` reads: a step consumes the state itself.
+    self._host = self._unfilled(HostState.of(run.state))
 
   def __iter__(self) -> Iterator[StreamUpdate]:
     """Goes on where an earlier loop over the stream ended."""
@@ -96,60 +108,52 @@ class Stream:
       run.state, self._filled = jax.block_until_ready(state), True
       spent = time.perf_counter() - begin
       self._seconds = self._seconds._replace(prefill=spent)
-      self._keep()
+      self._host = HostState.of(run.state)
     count = jnp.asarray(self._rounds_per_step, jnp.int32)
-    while not bool(run.state.done.all()):
-      seen = np.array(run.state.length)
+    while not self._host.done.all():
+      seen = self._host.length
       begin = time.perf_counter()
       state = jax.block_until_ready(self._step(run.params, run.state, count))
-      run.state = self._stop_at_strings(state, seen)
+      run.state, self._host = self._stop_at_strings(state, seen)
       spent = self._seconds.decode + time.perf_counter() - begin
       self._seconds = self._seconds._replace(decode=spent)
-      self._keep()
       yield self._update(seen)
 
   def _update(self, seen: np.ndarray) -> StreamUpdate:
-    state = self._run.state
-    tokens, length = np.asarray(state.tokens), np.asarray(state.length)
+    host = self._host
     new = [
-      row[a:b].tolist() for row, a, b in zip(tokens, seen, length, strict=True)
+      row[a:b].tolist()
+      for row, a, b in zip(host.tokens, seen, host.length, strict=True)
     ]
-    return StreamUpdate(new, int(state.stats.rounds))
+    return StreamUpdate(new, int(host.stats.rounds))
 
   def results(self) -> list[GenerateResult]:
     """One result a row, as far as the stream was consumed."""
-    return self._results
-
-  def _keep(self) -> None:
-    """Reads the state back, before a step consumes it."""
-    state = self._run.state
-    if not self._filled:
-      # Nothing is committed yet, not even the prompt.
-      state = state.replace(
-        cache=state.cache.replace(length=state.prompt_length)
-      )
-    self._results = [
-      drivers.result_of(
-        state, row, self._run.options.max_new_tokens, self._seconds
-      )
-      for row in range(len(state.done))
+    count = self._run.options.max_new_tokens
+    return [
+      drivers.result_of(self._host, row, count, self._seconds)
+      for row in range(len(self._host.done))
     ]
+
+  @staticmethod
+  def _unfilled(host: HostState) -> HostState:
+    """Before the prefill not even the prompt is committed."""
+    return host._replace(length=host.prompt_length)
 
   def _stop_at_strings(
     self, state: DecodeState, seen: np.ndarray
-  ) -> DecodeState:
+  ) -> tuple[DecodeState, HostState]:
     """Ends the rows whose new tokens complete a stop string."""
-    if not self._stops:
-      return state
-    for row in range(len(seen)):
-      start, length = int(state.prompt_length[row]), int(state.length[row])
-      output = np.asarray(state.tokens[row, start:length]).tolist()
-      for count in range(int(seen[row]) - start + 1, len(output) + 1):
-        text = self._decode(output[:count])
-        if any(stop in text for stop in self._stops):
-          state = truncate(state, row, start + count)
+    host = HostState.of(state)
+    ends = {}
+    for row, stops in enumerate(self._stops):
+      for place in range(int(seen[row]), int(host.length[row])):
+        if stops.push(int(host.tokens[row, place])):
+          ends[row] = place + 1
           break
-    return state
+    for row, length in ends.items():
+      state = truncate(state, row, length)
+    return state, HostState.of(state) if ends else host
 
 
 class Conversation:
@@ -204,7 +208,7 @@ class Conversation:
     else:
       run = dataclasses.replace(self._run, options=options)
       capacity, config = run.engine.decode.capacity, run.engine.config
-      used = int(run.state.length[0])
+      used = int(np.asarray(run.state.length)[0])
       check_prompt(ids, config.vocab_size, capacity)
       if used + len(ids) > capacity:
         raise UserError(

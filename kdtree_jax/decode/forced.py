@@ -15,7 +15,7 @@ from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.engine import Engine, Params
 from kdtree_jax.decode.generate import with_prefill
 from kdtree_jax.decode.round import RoundTrace
-from kdtree_jax.decode.state import DecodeState
+from kdtree_jax.decode.state import DecodeState, all_done
 
 
 class ForcedTrace(NamedTuple):
@@ -69,6 +69,6 @@ def forced(
   at_root = slots == state.prompt_length[:, None]
   state = state.replace(tokens=jnp.where(at_root, text, state.tokens))
   yield state, None
-  while not bool(state.done.all()):
+  while not all_done(state):
     state, trace = step(params, state, text)
     yield state, trace

@@ -15,7 +15,7 @@ from kdtree_jax.io.files import one_line, show
 from kdtree_jax.io.json_tokenizer import JsonBackend
 from kdtree_jax.io.kdtr import read_tokenizer
 from kdtree_jax.io.kimi_tokenizer import KIMI_PATTERN, KimiBackend
-from kdtree_jax.io.text_stream import StreamDecoder
+from kdtree_jax.io.text_stream import StreamDecoder, TextStream, WindowDecoder
 from kdtree_jax.io.tokenizer_files import (
   CONFIG_FILE,
   JSON_FILE,
@@ -33,6 +33,7 @@ __all__ = (
   'TokenizerError',
   'load_tokenizer',
   'read_files',
+  'text_stream',
 )
 
 
@@ -140,6 +141,14 @@ class Tokenizer:
   def stream(self) -> StreamDecoder:
     """A decoder for ids that come one by one."""
     return StreamDecoder(self._backend.piece)
+
+
+def text_stream(decode: Callable[[list[int]], str]) -> TextStream:
+  """A stream of what a function makes of ids, by bytes if they are known."""
+  owner = getattr(decode, '__self__', None)
+  if isinstance(owner, Tokenizer) and decode == owner.decode:
+    return owner.stream()
+  return WindowDecoder(decode)
 
 
 def _first_ids(
