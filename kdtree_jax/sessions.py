@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax.api import LoadedDrafter, Target
@@ -109,7 +108,7 @@ class Stream:
       spent = time.perf_counter() - begin
       self._seconds = self._seconds._replace(prefill=spent)
       self._host = HostState.of(run.state)
-    count = jnp.asarray(self._rounds_per_step, jnp.int32)
+    count = jax.device_put(np.int32(self._rounds_per_step))
     while not self._host.done.all():
       seen = self._host.length
       begin = time.perf_counter()

@@ -232,13 +232,15 @@ def truncate(state: DecodeState, row: int, length: int) -> DecodeState:
       nodes[row, i] = 0
   host.length[row] = length
   host.done[row] = host.stopped[row] = True
+  # Not `jnp.asarray`, which compiles a program for every shape.
+  lengths, done, stopped, stats = jax.device_put(
+    (host.length, host.done, host.stopped, host.stats)
+  )
   return state.replace(
-    cache=state.cache.replace(length=jnp.asarray(host.length)),
-    done=jnp.asarray(host.done),
-    stopped=jnp.asarray(host.stopped),
-    stats=state.stats.replace(
-      acceptance_length=jnp.asarray(accepted), num_nodes=jnp.asarray(nodes)
-    ),
+    cache=state.cache.replace(length=lengths),
+    done=done,
+    stopped=stopped,
+    stats=stats,
   )
 
 

@@ -100,11 +100,12 @@ class KimiBackend:
 
   def _ordinary(self, text: str) -> list[int]:
     """Ids without any special token."""
+    # Not `encode_ordinary`, which panics where this one raises.
+    plain = functools.partial(self._encoding.encode, disallowed_special=())
     try:
-      return self._encoding.encode_ordinary(text)
+      return plain(text)
     except ValueError:
-      parts = map(self._encoding.encode_ordinary, _short(text))
-      return [token for part in parts for token in part]
+      return [token for part in map(plain, _short(text)) for token in part]
 
   def decode(self, ids: Sequence[int]) -> str:
     # The vocabulary of a model may be padded beyond the tokenizer's.
