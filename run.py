@@ -23,7 +23,8 @@ python run.py --mode=convert --target=DIR --output=FILE.kdtr
     A checkpoint folder in the Hugging Face layout to a bundle, or back, its
     tokenizer included; with --drafter in place of --target a drafter alone.
 
-python run.py --mode=make_corpus --corpus_sources=DIR,DIR --output=DIR
+python run.py --mode=make_corpus --corpus_sources=DIR --corpus_sources=DIR
+    --output=DIR
     Python sources and documentation as a tokenizer and token streams.
 
 python run.py --mode=train_target --corpus=DIR --recipe=NAME --output=DIR
@@ -120,7 +121,8 @@ flags.DEFINE_list(
 flags.DEFINE_string(
   'prompt',
   None,
-  "generate, audit: the prompt as text, for the checkpoint's tokenizer.",
+  "generate, audit: the prompt as text, for the checkpoint's tokenizer. "
+  'Special tokens that it spells out are those tokens, unless with --chat.',
 )
 flags.DEFINE_string(
   'prompts',
@@ -131,7 +133,14 @@ flags.DEFINE_string(
 flags.DEFINE_bool(
   'chat',
   None,
-  "generate, audit: put the prompt into the checkpoint's chat template.",
+  "generate, audit: put the prompt into the checkpoint's chat template; there "
+  'special tokens that it spells out are plain text.',
+)
+flags.DEFINE_bool(
+  'parse_special_in_messages',
+  None,
+  'generate, audit with --chat: special tokens that a message spells out are '
+  'those tokens, not text.',
 )
 flags.DEFINE_integer(
   'max_new_tokens',
@@ -191,10 +200,11 @@ flags.DEFINE_bool(
   None,
   "generate, bench_acceptance: do not stop at the checkpoint's stop ids.",
 )
-flags.DEFINE_list(
+flags.DEFINE_multi_string(
   'stop_strings',
   None,
-  'generate: text that ends the output, across token borders too; needs a '
+  'generate: text that ends the output, across token borders too, taken as it '
+  'is, blanks and commas included; give the flag once for each. Needs a '
   'tokenizer.',
 )
 flags.DEFINE_integer(
@@ -291,11 +301,12 @@ flags.DEFINE_integer(
   'generate, bench_acceptance: of the draws; prompt i has seed + i. Default: '
   '0. make_bundle: of weights and prompt. Default: from the variant name.',
 )
-flags.DEFINE_list(
+flags.DEFINE_multi_string(
   'corpus_sources',
   None,
-  'make_corpus: folders of sources: site-packages, the standard library, '
-  'unpacked source distributions. Only permissive licences are taken.',
+  'make_corpus: a folder of sources: site-packages, the standard library, '
+  'unpacked source distributions; give the flag once for each. Only permissive '
+  'licences are taken.',
 )
 flags.DEFINE_integer(
   'vocab_size', None, 'make_corpus: tokens of the BPE. Default: 4096.'

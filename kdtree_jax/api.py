@@ -122,7 +122,7 @@ def load_target(
       config,
       params,
       jax_dtype,
-      config.eos_token_id,
+      huggingface.bundle_stop_ids(bundle, str(path)).ids,
       golden,
       bundle.tokenizer,
     )

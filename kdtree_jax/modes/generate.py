@@ -38,6 +38,7 @@ FLAGS = (
   'prompt',
   'prompts',
   'chat',
+  'parse_special_in_messages',
   'max_new_tokens',
   'block_size',
   'tree_budget',

@@ -29,6 +29,7 @@ class RunConfig:
   prompt: str | None = None
   prompts: str | None = None
   chat: bool | None = None
+  parse_special_in_messages: bool | None = None
   max_new_tokens: int | None = None
   block_size: int | None = None
   tree_budget: tuple[str, ...] | None = None

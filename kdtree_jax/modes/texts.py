@@ -19,11 +19,13 @@ class Talk:
   Attributes:
     prompt: with the user's turns; without any if ids were given.
     ids: token ids that were given in the place of text, or None.
+    parse_special: special tokens in messages are tokens, not text.
     messages: of the chat, the model's answers included.
   """
 
   prompt: Prompt
   ids: list[int] | None
+  parse_special: bool = False
   messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
 
@@ -38,6 +40,9 @@ def talks(config: RunConfig, tokenizer: Tokenizer | None) -> list[Talk]:
     names = ' or '.join(f'--{name}' for name in SOURCES)
     raise UserError(f'--mode={config.mode} needs one of {names}')
   (source,) = given
+  parse_special = config.parse_special_in_messages
+  if parse_special is not None and not config.chat:
+    raise UserError('--parse_special_in_messages is not used without --chat')
   if source == 'prompt_ids':
     if config.chat:
       raise UserError('--chat is not used with --prompt_ids')
@@ -59,7 +64,7 @@ def talks(config: RunConfig, tokenizer: Tokenizer | None) -> list[Talk]:
         f'--prompts={config.prompts}: prompt {prompt.id!r} has '
         f'{len(prompt.turns)} turns, which need --chat'
       )
-  return [Talk(prompt, None) for prompt in prompts]
+  return [Talk(prompt, None, bool(parse_special)) for prompt in prompts]
 
 
 def next_ids(
@@ -72,7 +77,7 @@ def next_ids(
   if not chat:
     return tokenizer.encode(text)
   talk.messages.append({'role': 'user', 'content': text})
-  return tokenizer.encode_chat(talk.messages)
+  return tokenizer.encode_chat(talk.messages, talk.parse_special)
 
 
 def answer(
