@@ -15,6 +15,7 @@ from kdtree_jax.drafters import Drafter
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface, kdtr
+from kdtree_jax.io.files import file_kind
 from kdtree_jax.io.tensors import MappingSource, SafetensorsSource
 from kdtree_jax.model import abstract_params
 from kdtree_jax.model.random_params import random_params
@@ -195,7 +196,7 @@ def load_drafter(
       raise UserError(f'{path}: the bundle holds no drafter')
     config, source = bundle.drafter_config, MappingSource(bundle.drafter)
   else:
-    if not path.exists():
+    if file_kind(path) is None:
       known = ', '.join(registry.names('drafter'))
       raise UserError(f'drafter {name!r} is neither a path nor one of {known}')
     folder = _folder(path, 'drafter')
@@ -230,11 +231,11 @@ def _expanded(weights: str, dtype: str) -> Any:
 
 
 def _is_bundle(path: pathlib.Path) -> bool:
-  return path.suffix == '.kdtr' or path.is_file()
+  return path.suffix == '.kdtr' or file_kind(path) == 'file'
 
 
 def _folder(path: pathlib.Path, kind: str) -> pathlib.Path:
-  if not path.exists():
+  if file_kind(path) is None:
     raise UserError(f'{kind} {path}: no such file or folder')
   return path
 

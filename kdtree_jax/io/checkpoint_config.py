@@ -18,7 +18,7 @@ from kdtree_jax.io.fields import (
   REQUIRED,
   Fields,
 )
-from kdtree_jax.io.files import show
+from kdtree_jax.io.files import file_kind, show
 from kdtree_jax.io.quantization import Quantization, read_quantization
 from kdtree_jax.io.tensors import CheckpointError, read_json
 
@@ -355,7 +355,7 @@ def stop_ids(
     sources.append(Fields(text, text_where))
   vocab = sources[-1].integer('vocab_size', None)
   path = folder / 'generation_config.json'
-  if path.exists():
+  if file_kind(path) is not None:
     sources.append(Fields(read_json(path), str(path)))
   ids: dict[int, None] = {}
   for source in sources:

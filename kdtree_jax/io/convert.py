@@ -23,6 +23,7 @@ from kdtree_jax.io.checkpoint_tensors import (
 from kdtree_jax.io.checkpoint_weights import Reader
 from kdtree_jax.io.drafter_config import drafter_config
 from kdtree_jax.io.export import DRAFTER_FOLDER, read_extra
+from kdtree_jax.io.files import file_kind
 from kdtree_jax.io.kdtr import Bundle
 from kdtree_jax.io.tensors import SafetensorsSource, read_json
 from kdtree_jax.io.tokenizer import read_files
@@ -65,7 +66,7 @@ def read_checkpoint(
   dtype = np.dtype(np.float32 if expanded is None else expanded)
   reader = Reader(source, match, found, dtype, expanded, str(folder))
   name, recipe, golden = read_extra(folder, folder.name)
-  if drafter is None and (folder / DRAFTER_FOLDER).is_dir():
+  if drafter is None and file_kind(folder / DRAFTER_FOLDER) == 'folder':
     drafter = folder / DRAFTER_FOLDER
   drafter_fields = (None, None)
   if drafter is not None:

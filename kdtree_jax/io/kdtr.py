@@ -35,6 +35,7 @@ from kdtree_jax.io.bundle import (
 from kdtree_jax.io.checkpoint_config import check_numbers, check_sizes
 from kdtree_jax.io.files import (
   canonical_json,
+  file_kind,
   one_line,
   parse_json,
   show,
@@ -128,7 +129,7 @@ def _open(
   path: pathlib.Path,
 ) -> tuple[SafetensorsSource, str, dict[str, Any]]:
   """The file, and its manifest as text and parsed."""
-  if path.is_dir():
+  if file_kind(path) == 'folder':
     raise BundleError('is a folder, not a bundle')
   source = SafetensorsSource(path)
   text = source.metadata().get(METADATA_KEY)

@@ -16,7 +16,7 @@ import tokenizers
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.bundle import TOKENIZER_FILES
 from kdtree_jax.io.chat_template import ChatTemplate
-from kdtree_jax.io.files import one_line, show
+from kdtree_jax.io.files import file_kind, one_line, show
 from kdtree_jax.io.kdtr import read_tokenizer
 from kdtree_jax.io.tensors import json_object
 
@@ -171,7 +171,7 @@ def load_tokenizer(path: os.PathLike | str) -> Tokenizer | None:
     UserError: a broken file, or `tiktoken` is needed and not installed.
   """
   path = pathlib.Path(path)
-  if path.is_file():
+  if file_kind(path) == 'file':
     files = _Files(str(path), read_tokenizer(path))
   else:
     files = _Files(str(path), read_files(path))

@@ -16,12 +16,12 @@ from kdtree_jax.benchmark.subject import PREFILL, Subject, random_drafter
 from kdtree_jax.benchmark.sweep import Step, Sweep
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import parse_json
+from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.results import write_jsonl
 from kdtree_jax.modes.loading import check_target, load_target
 from kdtree_jax.modes.run_config import (
   RunConfig,
   check_budgets,
-  check_output,
   integers,
 )
 

@@ -21,6 +21,7 @@ from kdtree_jax.analysis.report import Row, markdown, summarise
 from kdtree_jax.decode import GenerateResult, SamplingConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import write_atomically
+from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.results import write_jsonl
 from kdtree_jax.io.tokenizer import Tokenizer
 from kdtree_jax.modes import generate, sweep
@@ -28,7 +29,6 @@ from kdtree_jax.modes.loading import load_target
 from kdtree_jax.modes.run_config import (
   RunConfig,
   check_budgets,
-  check_output,
   integers,
   numbers,
   required,

@@ -34,11 +34,13 @@ class Passage(NamedTuple):
     id: where it is from.
     ids: the prompt's tokens.
     text: the prompt and what really follows, or None.
+    where: its file and line; None: it is from no file of prompts.
   """
 
   id: str | int
   ids: list[int]
   text: list[int] | None
+  where: str | None = None
 
 
 def passages(
@@ -59,12 +61,12 @@ def passages(
       if getattr(config, flag) is not None:
         raise UserError(f'--{flag} is not used with --prompts')
     tokenizer = texts.tokenizer_of(config)
+    talks = texts.talks(config, tokenizer)
+    ids = texts.first_ids(talks, tokenizer, False)
     found = [
-      Passage(talk.prompt.id, texts.next_ids(talk, 0, tokenizer, False), None)
-      for talk in texts.talks(config, tokenizer)
+      Passage(talk.prompt.id, prompt, None, talk.prompt.where)
+      for talk, prompt in zip(talks, ids, strict=True)
     ]
-    if len({passage.id for passage in found}) < len(found):
-      raise UserError(f'--prompts={config.prompts}: two prompts have one id')
     return found, tokenizer
   corpus = read_corpus(config.corpus)
   length = config.prompt_length or PROMPT_LENGTH

@@ -14,10 +14,10 @@ from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import num_parameters
 from kdtree_jax.io.kdtr import Bundle, write_bundle
+from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.unload import target_tensors
 from kdtree_jax.modes.run_config import (
   RunConfig,
-  check_output,
   required,
   status,
 )
@@ -39,7 +39,7 @@ def run(config: RunConfig) -> int:
   name = required(config.recipe, 'recipe', 'train_target')
   folder = required(config.corpus, 'corpus', 'train_target')
   output = required(config.output, 'output', 'train_target')
-  check_output(output)
+  check_output(output, folder=True)
   model, recipe = load_recipe(name)
   recipe = recipe.with_steps(config.train_steps)
   corpus = read_corpus(folder)
