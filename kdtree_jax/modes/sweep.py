@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,8 @@ import rich.progress
 
 from kdtree_jax import api, generation
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import parse_json
+from kdtree_jax.io.files import file_kind
+from kdtree_jax.io.results import read_jsonl
 from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
 from kdtree_jax.modes import texts
 from kdtree_jax.modes.run_config import RunConfig
@@ -113,15 +113,11 @@ def read_runs(
   Raises:
     UserError: a line is no run, or is one of another set-up.
   """
-  if path is None or not pathlib.Path(path).exists():
+  # What is no regular file is only written.
+  if path is None or file_kind(path) != 'file':
     return []
   records = []
-  text = pathlib.Path(path).read_text(encoding='utf-8')
-  for number, line in enumerate(text.splitlines(), 1):
-    try:
-      record = parse_json(line)
-    except ValueError as e:
-      raise UserError(f'--output={path}: line {number}: {e}') from e
+  for number, record in read_jsonl(path):
     for name, value in common.items():
       there = record.get(name) if isinstance(record, dict) else None
       if there != value:
