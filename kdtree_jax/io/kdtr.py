@@ -39,6 +39,7 @@ from kdtree_jax.io.files import (
   one_line,
   parse_json,
   show,
+  show_path,
   write_atomically,
 )
 from kdtree_jax.io.tensors import (
@@ -120,8 +121,8 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
   try:
     yield
   except UserError as e:
-    text = one_line(e)
-    named = text if text.startswith(f'{path}: ') else f'{path}: {text}'
+    text, where = one_line(e), show_path(path)
+    named = text if text.startswith(f'{where}: ') else f'{where}: {text}'
     raise BundleError(named) from e
 
 

@@ -44,11 +44,12 @@ def check_output(
     raise UserError(f'{where}: cannot be written: is no folder')
   if not folder and (kind == 'folder' or path.endswith(os.sep)):
     raise UserError(f'{where}: cannot be written: is a folder')
-  if kind in ('file', 'special') and not os.access(path, os.W_OK):
-    raise UserError(f'{where}: cannot be written: Permission denied')
   if kind == 'special':
+    # Not opened: a pipe would wait for its reader.
     if stat.S_ISSOCK(os.stat(path).st_mode):
       raise UserError(f'{where}: cannot be written: is a socket')
+    if not os.access(path, os.W_OK):
+      raise UserError(f'{where}: cannot be written: Permission denied')
     return
   real = pathlib.Path(os.path.realpath(path))
   place = real if kind == 'folder' else real.parent
@@ -58,12 +59,12 @@ def check_output(
     )
   trial = temporary_beside(place / 'trial')
   try:
+    if kind == 'file':
+      os.close(os.open(path, os.O_WRONLY))
     trial.touch(exist_ok=False)
     trial.unlink()
   except OSError as e:
-    raise UserError(
-      f'{where}: cannot be written: {show_path(place)}: {reason(e)}'
-    ) from e
+    raise UserError(f'{where}: cannot be written: {reason(e)}') from e
 
 
 def _kind(path: str, flag: str) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import file_kind, parse_json, show
+from kdtree_jax.io.files import file_kind, parse_json, reason, show, show_path
 
 SINGLE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
@@ -118,8 +118,8 @@ def read_json(
     data = path.read_bytes()
   except FileNotFoundError:
     raise error(f'{path}: no such file') from None
-  except OSError as e:
-    raise error(f'{path}: cannot be read: {e.strerror or e}') from e
+  except (OSError, ValueError) as e:  # A null byte.
+    raise error(f'{show_path(path)}: cannot be read: {reason(e)}') from e
   return json_object(data, str(path), error)
 
 

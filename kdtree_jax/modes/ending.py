@@ -1,6 +1,7 @@
 """How a run ends: an exit status, and at most one line on standard error."""
 
 import contextlib
+import io
 import os
 import select
 import sys
@@ -46,7 +47,8 @@ def exit_status(work: Callable[[], int]) -> int:
     return fail('standard output is closed; send it to /dev/null')
   for stream in (sys.stdout, sys.stderr):
     # Paths and texts may hold what the terminal cannot show.
-    stream.reconfigure(errors='backslashreplace')
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors='backslashreplace')
   return _flushed(_caught(work))
 
 
@@ -80,10 +82,11 @@ def _caught(work: Callable[[], int]) -> int:
 
 def _flushed(status: int) -> int:
   """The status, once the output has left the program, which else exits 120."""
+  satisfied = _is_unread(sys.stdout)
   error = _flush(sys.stdout)
   if error and not isinstance(error, BrokenPipeError) and status != FAILED:
     status = fail(f'standard output: {reason(error)}')
-  if _flush(sys.stderr) and not status:
+  if _flush(sys.stderr) and not status and not satisfied:
     status = FAILED
   return status
 

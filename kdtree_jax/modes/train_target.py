@@ -121,6 +121,8 @@ def _train(
 ) -> pathlib.Path:
   began = time.perf_counter()
   task = TargetTask(model, recipe.compute_dtype, recipe.router_bias_step)
+  # All of the corpus now: somebody may write another before the end.
+  tokenizer, test = corpus.tokenizer_path.read_bytes(), corpus.tokens('test')
   data = Data(
     corpus.tokens('train'), corpus.tokens('validation'), corpus.end_of_text
   )
@@ -135,9 +137,8 @@ def _train(
   seconds = time.perf_counter() - began
   tensors = target_tensors(model, state.params, ml_dtypes.bfloat16)
   path = run_folder.folder / BUNDLE
-  write_bundle(path, _bundle(name, model, recipe, corpus, tensors))
+  write_bundle(path, _bundle(name, model, recipe, corpus, tensors, tokenizer))
   # As long as the sum of windows is: both models say the same tokens.
-  test = corpus.tokens('test')
   count = num_windows(len(test), recipe.sequence_length)
   test = test[: count * recipe.sequence_length + 1]
   evaluation = Evaluation(task, recipe, corpus.end_of_text)
@@ -178,6 +179,7 @@ def _bundle(
   recipe: TrainRecipe,
   corpus: Corpus,
   tensors: dict[str, np.ndarray],
+  tokenizer: bytes,
 ) -> Bundle:
   return Bundle(
     name=name,
@@ -191,5 +193,5 @@ def _bundle(
       'recipe': dataclasses.asdict(recipe),
       'corpus': corpus.manifest['splits'],
     },
-    tokenizer={TOKENIZER: corpus.tokenizer_path.read_bytes()},
+    tokenizer={TOKENIZER: tokenizer},
   )

@@ -44,17 +44,23 @@ class Corpus:
   end_of_text: int
   mask: int
   token_bytes: np.ndarray
+  _read: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
   @property
   def tokenizer_path(self) -> pathlib.Path:
     return self.folder / TOKENIZER
 
   def tokens(self, split: str) -> np.ndarray:
-    """`[T]` uint16 ids of `train`, `validation` or `test`.
+    """`[T]` uint16 ids of `train`, `validation` or `test`; read once.
 
     Raises:
       UserError: the file is missing or damaged.
     """
+    if split not in self._read:
+      self._read[split] = self._load(split)
+    return self._read[split]
+
+  def _load(self, split: str) -> np.ndarray:
     path = self.folder / f'{split}.npz'
     try:
       with np.load(path) as arrays:
