@@ -5,7 +5,7 @@ import io
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Buffer, Callable
 from typing import TextIO
 
 import jax
@@ -14,6 +14,7 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import reason, show_path
 
 FAILED, INTERRUPTED = 2, 130
+OUTPUT = 'standard output'
 _TOO_LARGE = (
   'out of memory; lower --capacity, --batch_size, --tree_budget or '
   '--prefill_chunk'
@@ -44,11 +45,8 @@ def exit_status(work: Callable[[], int]) -> int:
     # `print` would take standard output instead.
     sys.stderr = open(os.devnull, 'w')
   if sys.stdout is None:
-    return fail('standard output is closed; send it to /dev/null')
-  for stream in (sys.stdout, sys.stderr):
-    # Paths and texts may hold what the terminal cannot show.
-    if isinstance(stream, io.TextIOWrapper):
-      stream.reconfigure(errors='backslashreplace')
+    return fail(f'{OUTPUT} is closed; send it to /dev/null')
+  sys.stdout = _named(sys.stdout)
   return _flushed(_caught(work))
 
 
@@ -74,10 +72,9 @@ def _caught(work: Callable[[], int]) -> int:
     # On standard error it means that warnings are lost.
     return 0 if _is_unread(sys.stdout) else fail(reason(error))
   except OSError as error:
-    if error.filename is not None:
-      return fail(f'{show_path(str(error.filename))}: {reason(error)}')
-    where = 'standard output: ' if _flush(sys.stdout) else ''
-    return fail(where + reason(error))
+    if error.filename is None:
+      return fail(reason(error))
+    return fail(f'{show_path(os.fsdecode(error.filename))}: {reason(error)}')
 
 
 def _flushed(status: int) -> int:
@@ -85,10 +82,45 @@ def _flushed(status: int) -> int:
   satisfied = _is_unread(sys.stdout)
   error = _flush(sys.stdout)
   if error and not isinstance(error, BrokenPipeError) and status != FAILED:
-    status = fail(f'standard output: {reason(error)}')
+    status = fail(f'{OUTPUT}: {reason(error)}')
   if _flush(sys.stderr) and not status and not satisfied:
     status = FAILED
   return status
+
+
+class _Output(io.FileIO):
+  """The standard output, whose errors say so."""
+
+  def write(self, data: Buffer) -> int | None:
+    try:
+      return super().write(data)
+    except OSError as error:
+      raise OSError(error.errno, error.strerror, OUTPUT) from None
+
+
+def _named(stream: TextIO) -> TextIO:
+  """A stream of the same file, if it is one, whose errors name it.
+
+  What its encoding lacks, as paths and texts may hold, is escaped.
+  """
+  if not isinstance(stream, io.TextIOWrapper):
+    return stream
+  stream.reconfigure(errors='backslashreplace')
+  buffered = isinstance(stream.buffer, io.BufferedWriter)
+  # PYTHONUNBUFFERED has it raw.
+  if not isinstance(
+    stream.buffer.raw if buffered else stream.buffer, io.FileIO
+  ):
+    return stream
+  stream.flush()
+  raw = _Output(stream.fileno(), 'w', closefd=False)
+  return io.TextIOWrapper(
+    io.BufferedWriter(raw) if buffered else raw,
+    encoding=stream.encoding,
+    errors=stream.errors,
+    line_buffering=stream.line_buffering,
+    write_through=not buffered,
+  )
 
 
 def _flush(stream: TextIO) -> OSError | None:
@@ -98,6 +130,7 @@ def _flush(stream: TextIO) -> OSError | None:
   except OSError as error:
     with contextlib.suppress(OSError):
       os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+      stream.flush()
     return error
   return None
 

@@ -2,6 +2,8 @@
 
 import io
 import os
+import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -119,3 +121,27 @@ def test_text_that_a_stream_cannot_show(monkeypatch):
   monkeypatch.setattr(sys, 'stdout', shown)
   assert ending.exit_status(said('wrote \udcff \u00e9')) == 0
   assert shown.buffer.getvalue() == b'wrote \\udcff \\xe9\n'
+
+
+@pytest.mark.parametrize(
+  ('target', 'redirected', 'errors'),
+  [
+    (
+      'tests/data/moonlight',
+      '>/dev/full',
+      'error: standard output: No space left on device\n',
+    ),
+    ('missing', '2>/dev/full', ''),
+  ],
+)
+def test_a_process_ends_as_it_says(target, redirected, errors):
+  """What Python itself does at its end, exit status 120, is not left to do."""
+  command = f'exec "$0" run.py --mode=inspect --target={target} {redirected}'
+  done = subprocess.run(
+    ['sh', '-c', command, sys.executable],
+    cwd=pathlib.Path(__file__).parents[2],
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert (done.returncode, done.stdout, done.stderr) == (2, '', errors)
