@@ -59,7 +59,8 @@ from kdtree_jax.api import WEIGHTS
 from kdtree_jax.decode.engine import KERNELS
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import MODES
-from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.modes.ending import exit_status, fail
+from kdtree_jax.modes.run_config import RunConfig, check_paths
 from kdtree_jax.named_configs import config_names
 
 _STUBS = '|'.join(registry.names('drafter'))
@@ -128,7 +129,8 @@ flags.DEFINE_string(
   'prompts',
   None,
   'generate, audit, bench_acceptance: a JSONL file of prompts, a line '
-  '{"id", "prompt"} or {"id", "turns": [...]}; several turns need --chat.',
+  '{"id", "prompt"} or {"id", "turns": [...]}; several turns need --chat; - is '
+  'the standard input.',
 )
 flags.DEFINE_bool(
   'chat',
@@ -334,17 +336,6 @@ flags.DEFINE_integer(
 )
 
 
-_TOO_LARGE = (
-  'out of memory; lower --capacity, --batch_size, --tree_budget or '
-  '--prefill_chunk'
-)
-
-
-def _fail(message: str) -> int:
-  print(f'error: {" ".join(message.split())}', file=sys.stderr)
-  return 2
-
-
 # Flags of other engines that would need the history along every path.
 _NOT_PER_PATH = ('repetition_penalty', 'presence_penalty', 'frequency_penalty')
 
@@ -356,16 +347,16 @@ def parse_flags(argv: list[str]) -> list[str]:
   except flags.UnrecognizedFlagError as error:
     if error.flagname in _NOT_PER_PATH:
       sys.exit(
-        _fail(
+        fail(
           f'--{error.flagname} is not supported: it depends on the history '
           'along every path of the tree'
         )
       )
-    sys.exit(_fail(str(error)))
+    sys.exit(fail(str(error)))
   except flags.Error as error:
-    sys.exit(_fail(str(error)))
+    sys.exit(fail(str(error)))
   if len(rest) > 1:
-    sys.exit(_fail(f'unexpected argument {rest[1]!r}; flags begin with --'))
+    sys.exit(fail(f'unexpected argument {rest[1]!r}; flags begin with --'))
   return rest
 
 
@@ -412,29 +403,14 @@ def main(argv: list[str]) -> None:
   if not flags.FLAGS['verbosity'].present:
     # JAX reports at INFO every accelerator that it does not find.
     logging.set_verbosity(logging.WARNING)
-  try:
-    config = run_config()
-    keep_compiled_programs()
-    sys.exit(MODES[config.mode].run(config))
-  except UserError as error:
-    sys.exit(_fail(str(error)))
-  except ValueError as error:
-    # A kernel that was asked for by name says why it cannot run.
-    if not str(error).startswith('implementation:'):
-      raise
-    sys.exit(_fail(f'--kernels: {error}'))
-  except BrokenPipeError:
-    # A reader such as head has seen enough: no complaint, at exit neither.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)
-  except KeyboardInterrupt:
-    sys.exit(130)
-  except MemoryError:
-    sys.exit(_fail(_TOO_LARGE))
-  except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
-      raise
-    sys.exit(_fail(_TOO_LARGE))
+  sys.exit(exit_status(_run))
+
+
+def _run() -> int:
+  config = run_config()
+  check_paths(config)
+  keep_compiled_programs()
+  return MODES[config.mode].run(config)
 
 
 if __name__ == '__main__':

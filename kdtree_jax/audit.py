@@ -80,6 +80,15 @@ class AuditReport:
   failures: list[str]
 
 
+def check_room(prompt: Sequence[int], capacity: int) -> None:
+  """Refuses a prompt after which nothing can be decoded."""
+  if len(prompt) >= capacity:
+    raise UserError(
+      f'the prompt has {len(prompt)} tokens and the capacity is {capacity}: '
+      'nothing is left to decode'
+    )
+
+
 def audit(
   target: api.Target,
   drafter: api.LoadedDrafter,
@@ -103,11 +112,7 @@ def audit(
   api.check_pair(target, drafter)
   prompt = checks.integers(prompt_ids, 'prompt_ids')
   limit = fields.capacity or target.config.max_position_embeddings
-  if len(prompt) >= limit:
-    raise UserError(
-      f'the prompt has {len(prompt)} tokens and the capacity is {limit}: '
-      'nothing is left to decode'
-    )
+  check_room(prompt, limit)
   # The oracle's last round looks beyond the last token.
   longer = dataclasses.replace(
     fields, max_new_tokens=fields.further(drafter.block_size)

@@ -23,6 +23,7 @@ from kdtree_jax.io.checkpoint_tensors import (
 from kdtree_jax.io.checkpoint_weights import Reader
 from kdtree_jax.io.drafter_config import drafter_config
 from kdtree_jax.io.export import DRAFTER_FOLDER, read_extra
+from kdtree_jax.io.files import file_kind
 from kdtree_jax.io.kdtr import Bundle
 from kdtree_jax.io.stop_ids import stop_ids
 from kdtree_jax.io.tensors import SafetensorsSource, read_json
@@ -71,7 +72,7 @@ def read_checkpoint(
   reader = Reader(source, match, found, dtype, expanded, str(folder))
   reader.check_tied_head()
   name, recipe, golden = read_extra(folder, folder.name)
-  if drafter is None and (folder / DRAFTER_FOLDER).is_dir():
+  if drafter is None and file_kind(folder / DRAFTER_FOLDER) == 'folder':
     drafter = folder / DRAFTER_FOLDER
   drafter_fields = (None, None)
   if drafter is not None:

@@ -24,7 +24,7 @@ from kdtree_jax.io.checkpoint_tensors import (
   num_parameters,
 )
 from kdtree_jax.io.drafter_config import drafter_config, is_drafter
-from kdtree_jax.io.files import show
+from kdtree_jax.io.files import file_kind, show
 from kdtree_jax.io.kdtr import Bundle, read_bundle
 from kdtree_jax.io.quantization import Quantization
 from kdtree_jax.io.stop_ids import StopIds, bundle_stop_ids, read_stop_ids
@@ -75,9 +75,10 @@ def describe(path: os.PathLike | str) -> str:
     UserError: neither of the two, or one that does not load.
   """
   path = pathlib.Path(path)
-  if path.is_dir():
+  kind = file_kind(path)
+  if kind == 'folder':
     return '\n'.join(_describe_folder(path))
-  if path.exists() and path.suffix != '.kdtr':
+  if kind is not None and path.suffix != '.kdtr':
     raise CheckpointError(
       f'{path}: neither a .kdtr bundle nor the folder of a checkpoint'
     )

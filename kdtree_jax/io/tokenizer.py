@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from kdtree_jax.io.chat_contents import HiddenNames
 from kdtree_jax.io.chat_template import ChatTemplate
-from kdtree_jax.io.files import one_line, show
+from kdtree_jax.io.files import file_kind, one_line, show
 from kdtree_jax.io.json_tokenizer import JsonBackend
 from kdtree_jax.io.kdtr import read_tokenizer
 from kdtree_jax.io.kimi_tokenizer import KIMI_PATTERN, KimiBackend
@@ -181,7 +181,7 @@ def load_tokenizer(path: os.PathLike | str) -> Tokenizer | None:
     UserError: a broken file, or `tiktoken` is needed and not installed.
   """
   path = pathlib.Path(path)
-  if path.is_file():
+  if file_kind(path) == 'file':
     files = TokenizerFiles(str(path), read_tokenizer(path))
   else:
     files = TokenizerFiles(str(path), read_files(path))

@@ -1,10 +1,14 @@
 """Prompts from flags and files, as token ids; and text for results."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from kdtree_jax import api
 from kdtree_jax.decode import GenerateResult
+from kdtree_jax.decode.state import check_prompt
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.files import show
 from kdtree_jax.io.prompts import Prompt, read_prompts
 from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
 from kdtree_jax.modes.run_config import RunConfig, integers
@@ -27,6 +31,10 @@ class Talk:
   ids: list[int] | None
   parse_special: bool = False
   messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+
+  def copy(self) -> 'Talk':
+    """The same talk, which goes on by itself."""
+    return dataclasses.replace(self, messages=list(self.messages))
 
 
 def talks(config: RunConfig, tokenizer: Tokenizer | None) -> list[Talk]:
@@ -65,6 +73,57 @@ def talks(config: RunConfig, tokenizer: Tokenizer | None) -> list[Talk]:
         f'{len(prompt.turns)} turns, which need --chat'
       )
   return [Talk(prompt, None, bool(parse_special)) for prompt in prompts]
+
+
+def first_ids(
+  talks: Sequence[Talk], tokenizer: Tokenizer | None, chat: bool
+) -> list[list[int]]:
+  """Token ids of every first turn, which becomes part of its talk.
+
+  Raises:
+    UserError: a text that cannot be encoded; names its line.
+  """
+  found = []
+  for talk in talks:
+    with naming(talk.prompt.where, talk.prompt.id):
+      found.append(next_ids(talk, 0, tokenizer, chat))
+  return found
+
+
+def check_first(
+  talks: Sequence[Talk],
+  ids: Sequence[Sequence[int]],
+  target: api.Target,
+  capacity: int | None,
+) -> None:
+  """Refuses first turns that do not fit the target or the capacity.
+
+  Raises:
+    UserError: names the line.
+  """
+  for talk, turn in zip(talks, ids, strict=True):
+    with naming(talk.prompt.where, talk.prompt.id):
+      check_fit(turn, target, capacity)
+
+
+def check_fit(
+  ids: Sequence[int], target: api.Target, capacity: int | None
+) -> None:
+  """Refuses a prompt that does not fit the target or the capacity."""
+  config = target.config
+  limit = config.max_position_embeddings if capacity is None else capacity
+  check_prompt(ids, config.vocab_size, limit)
+
+
+@contextlib.contextmanager
+def naming(where: str | None, name: str | int) -> Iterator[None]:
+  """Errors that name a prompt by its line and id, if it is from a file."""
+  try:
+    yield
+  except UserError as e:
+    if where is None:
+      raise
+    raise UserError(f'{where}: id {show(name)}: {e}') from e
 
 
 def next_ids(
