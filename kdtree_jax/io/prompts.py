@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import show, show_path
-from kdtree_jax.io.results import read_jsonl
+from kdtree_jax.io.files import show
+from kdtree_jax.io.results import read_jsonl, source_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def read_prompts(path: os.PathLike | str) -> list[Prompt]:
   """
   prompts: dict[str | int, Prompt] = {}
   for number, fields in read_jsonl(path):
-    where = f'{show_path(path)}: line {number}'
+    where = f'{source_name(path)}: line {number}'
     prompt = _prompt(fields, where, number - 1)
     other = prompts.setdefault(prompt.id, prompt)
     if other is not prompt:
@@ -44,7 +44,7 @@ def read_prompts(path: os.PathLike | str) -> list[Prompt]:
         f'{where}: the id {show(prompt.id)} is also that of {other.where}'
       )
   if not prompts:
-    raise UserError(f'{show_path(path)}: holds no prompt')
+    raise UserError(f'{source_name(path)}: holds no prompt')
   return list(prompts.values())
 
 

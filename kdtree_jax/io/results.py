@@ -115,6 +115,13 @@ def _lacks_line_end(path: os.PathLike | str) -> bool:
     return file.read() != b'\n'
 
 
+def source_name(path: os.PathLike | str) -> str:
+  """What `read_jsonl` reads, for messages."""
+  if os.fspath(path) == STANDARD_INPUT:
+    return 'standard input'
+  return show_path(path)
+
+
 def read_jsonl(path: os.PathLike | str) -> Iterator[tuple[int, Any]]:
   """The values of a file of JSON lines; it is read once, at the first.
 
@@ -128,8 +135,7 @@ def read_jsonl(path: os.PathLike | str) -> Iterator[tuple[int, Any]]:
   Raises:
     UserError: it cannot be read, or a line is not JSON.
   """
-  standard = os.fspath(path) == STANDARD_INPUT
-  where = 'standard input' if standard else show_path(path)
+  standard, where = os.fspath(path) == STANDARD_INPUT, source_name(path)
   if standard and sys.stdin is None:
     raise UserError('standard input is closed')
   try:
