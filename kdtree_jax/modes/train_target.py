@@ -14,10 +14,10 @@ from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import num_parameters
 from kdtree_jax.io.kdtr import Bundle, write_bundle
+from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.unload import target_tensors
 from kdtree_jax.modes.run_config import (
   RunConfig,
-  check_output,
   required,
   status,
 )
@@ -44,7 +44,7 @@ def run(config: RunConfig) -> int:
   name = required(config.recipe, 'recipe', 'train_target')
   folder = required(config.corpus, 'corpus', 'train_target')
   output = required(config.output, 'output', 'train_target')
-  check_output(output)
+  check_output(output, folder=True)
   model, recipe = load_recipe(name)
   recipe = recipe.with_steps(config.train_steps)
   corpus = read_corpus(folder)
@@ -131,6 +131,8 @@ def _train(
 ) -> pathlib.Path:
   began = time.perf_counter()
   task = TargetTask(model, recipe.compute_dtype, recipe.router_bias_step)
+  # All of the corpus now: somebody may write another before the end.
+  tokenizer, test = corpus.tokenizer_path.read_bytes(), corpus.tokens('test')
   data = Data(
     corpus.tokens('train'), corpus.tokens('validation'), corpus.end_of_text
   )
@@ -145,9 +147,8 @@ def _train(
   seconds = time.perf_counter() - began
   tensors = target_tensors(model, state.params, ml_dtypes.bfloat16)
   path = run_folder.folder / BUNDLE
-  write_bundle(path, _bundle(name, model, recipe, corpus, tensors))
+  write_bundle(path, _bundle(name, model, recipe, corpus, tensors, tokenizer))
   # As long as the sum of windows is: both models say the same tokens.
-  test = corpus.tokens('test')
   count = num_windows(len(test), recipe.sequence_length)
   test = test[: count * recipe.sequence_length + 1]
   evaluation = Evaluation(task, recipe, corpus.end_of_text)
@@ -187,6 +188,7 @@ def _bundle(
   recipe: TrainRecipe,
   corpus: Corpus,
   tensors: dict[str, np.ndarray],
+  tokenizer: bytes,
 ) -> Bundle:
   return Bundle(
     name=name,
@@ -200,5 +202,5 @@ def _bundle(
       'recipe': dataclasses.asdict(recipe),
       'corpus': corpus.manifest.get('splits', {}),
     },
-    tokenizer={TOKENIZER: corpus.tokenizer_path.read_bytes()},
+    tokenizer={TOKENIZER: tokenizer},
   )

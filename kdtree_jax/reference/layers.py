@@ -62,7 +62,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def swiglu(
   x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray
 ) -> np.ndarray:
-  """`down(silu(gate x) * up x)`; `gate`, `up` are `[I, H]`, `down [H, I]`."""
+  """`down(silu(gate x) * up x)`; `gate`, `up` are `[I, M]`, `down [M, I]`."""
   gated = linear(x, gate)
   return linear(gated * sigmoid(gated) * linear(x, up), down)
 

@@ -23,7 +23,7 @@ class ForwardOutput:
 
   Attributes:
     logits: float32 `[T, V]`.
-    layers: the residual stream after every layer, each float32 `[T, H]`.
+    layers: the residual stream after every layer, each float32 `[T, M]`.
     rows: the cache rows of the T tokens, for every layer `(latent [T, R],
       k_rope [T, P])`; the latent is normed, k_rope is rotated and in the
       checkpoint's own layout.
@@ -116,11 +116,11 @@ class ReferenceModel:
       self._softmax_scale *= mscale**2
 
   def embed(self, tokens: ArrayLike) -> np.ndarray:
-    """Returns the embeddings of `tokens [T]`, float32 `[T, H]`."""
+    """Returns the embeddings of `tokens [T]`, float32 `[T, M]`."""
     return self.tensors['model.embed_tokens.weight'][np.asarray(tokens)]
 
   def head(self, hidden: np.ndarray) -> np.ndarray:
-    """Maps normed states `[T, H]` to logits `[T, V]`."""
+    """Maps normed states `[T, M]` to logits `[T, V]`."""
     tied = self.config['tie_word_embeddings']
     name = 'model.embed_tokens.weight' if tied else 'lm_head.weight'
     return ops.linear(hidden, self.tensors[name])
@@ -214,10 +214,10 @@ class ReferenceModel:
     visible: np.ndarray,
     prefix: str,
   ) -> tuple[np.ndarray, Rows]:
-    """Attends from `x [T, H]` to S cached and T new rows.
+    """Attends from `x [T, M]` to S cached and T new rows.
 
     `visible` is bool `[T, S + T]`. Returns the update of the residual
-    stream `[T, H]` and the new cache rows.
+    stream `[T, M]` and the new cache rows.
     """
     config = self.config
     q_nope, q_rope = self._queries(x, positions, prefix)

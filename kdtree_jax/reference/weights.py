@@ -159,7 +159,7 @@ def make_golden(
 
   Returns:
     `prompt` int32 `[P]`, `ar_tokens` int32 `[n]`, and over the prompt
-    `layers` float32 `[num_layers, P, H]`, the residual stream after every
+    `layers` float32 `[num_layers, P, M]`, the residual stream after every
     layer, and `logits` float32 `[P, V]`.
   """
   model = ReferenceModel(config, tensors)

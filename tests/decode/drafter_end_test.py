@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kdtree_jax.decode.programs import PROGRAMS
 
 from kdtree_jax import api, generation
 from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode import init_state
+from kdtree_jax.decode.compilation import Call
 from kdtree_jax.modes import loading
 from kdtree_jax.modes.generate import Run, record
 from tests import support
@@ -123,10 +123,8 @@ def copies(pair, **changes):
   """Copies of a cache's shape in the loop's program."""
   engine, params = engine_of(pair, **changes)
   state = init_state(engine, [[1, 2, 3]], [4], (), jnp.float32)
-  program, _ = PROGRAMS.get(
-    drivers.decode_loop, engine, params, state, donate=True
-  )
-  text, found = program.as_text(), 0
+  call = Call(drivers.decode_loop, engine, params, state, donate=True)
+  text, found = call.lower().compile().as_text(), 0
   for cache in (state.cache.latent, state.drafter_state.context):
     shape = re.escape(','.join(map(str, cache.shape)))
     assert re.search(rf'f32\[{shape}\]', text), 'the pattern is stale'
