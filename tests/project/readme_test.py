@@ -77,7 +77,7 @@ def check_shown(shown, printed):
   """Every line that a page shows was printed; `...` stands for anything."""
   printed = unnumbered(printed)
   for line in shown:
-    pieces = [re.escape(piece) for piece in unnumbered(line).split(' ...')]
+    pieces = map(re.escape, re.split(r' *\.\.\. *', unnumbered(line)))
     assert re.search('^' + '.*'.join(pieces), printed, re.M), line
 
 
