@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,20 +18,12 @@ PROMPT = support.trace(FIXTURE)['prompt']
 TEXT = support.trace(FIXTURE)['ar_ids'][: len(PROMPT) + NEW_TOKENS]
 
 
-def with_leaves(tree, **leaves):
-  """A copy of nested dicts in which `a__b` stands for the leaf `[a][b]`."""
-  tree = dict(tree)
-  for name, value in leaves.items():
-    first, *rest = name.split('__', 1)
-    tree[first] = with_leaves(tree[first], **{rest[0]: value}) if rest else value
-  return tree
-
-
 def poisoned_embedding(target, value):
   """Tokens that AR never reads, most of the vocabulary, are `value`."""
   never = {*range(target.config.vocab_size)} - {*TEXT, MASK}
-  table = target.params['embed_tokens']['weight'].at[jnp.asarray([*never])]
-  params = with_leaves(target.params, embed_tokens__weight=table.set(value))
+  params = jax.tree.map(lambda x: x, target.params)
+  table = params['embed_tokens']['weight'].at[jnp.asarray([*never])]
+  params['embed_tokens']['weight'] = table.set(value)
   return dataclasses.replace(target, params=params)
 
 
@@ -48,14 +41,13 @@ def poisoned_experts(target, value):
     jnp.ones((1, length), jnp.bool_),
   )
   layers = [i for i in range(3) if config.is_moe_layer(i)]
-  params = target.params
+  params = jax.tree.map(lambda x: x, target.params)
   for layer, routing in zip(layers, out.routing, strict=True):
-    idle = sorted({*range(config.n_routed_experts)} - {*np.asarray(routing.ids).ravel().tolist()})
+    used = np.unique(routing.ids)
+    idle = np.setdiff1d(np.arange(config.n_routed_experts), used)
     assert len(idle) > 4
-    name = f'layers_{layer}__mlp__experts__down_proj'
-    down = params[f'layers_{layer}']['mlp']['experts']['down_proj']
-    down = down.at[jnp.asarray(idle)].set(value)
-    params = with_leaves(params, **{name: down})
+    experts = params[f'layers_{layer}']['mlp']['experts']
+    experts['down_proj'] = experts['down_proj'].at[idle].set(value)
   return dataclasses.replace(target, params=params)
 
 
