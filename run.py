@@ -55,11 +55,11 @@ from absl import app, flags, logging
 
 from kdtree_jax import registry
 from kdtree_jax.api import WEIGHTS
-from kdtree_jax.config import config_names
 from kdtree_jax.decode.engine import KERNELS
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import MODES
 from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.named_configs import config_names
 
 _STUBS = '|'.join(registry.names('drafter'))
 

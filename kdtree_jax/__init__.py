@@ -12,12 +12,12 @@ from kdtree_jax.config import (
   DrafterConfig,
   ModelConfig,
   RopeScaling,
-  load_config,
 )
 from kdtree_jax.decode import GenerateResult, SamplingConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.generation import forward_logits, generate, generate_batch
 from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
+from kdtree_jax.named_configs import load_config
 from kdtree_jax.options import GenerateOptions
 from kdtree_jax.sessions import Conversation, Stream, StreamUpdate
 

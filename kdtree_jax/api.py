@@ -14,7 +14,7 @@ import numpy as np
 
 from kdtree_jax import registry
 from kdtree_jax.checks import integer, number, shown
-from kdtree_jax.config import DecodeConfig, ModelConfig, load_config
+from kdtree_jax.config import DecodeConfig, ModelConfig
 from kdtree_jax.drafters import Drafter
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.errors import UserError
@@ -26,6 +26,7 @@ from kdtree_jax.io.tokenizer import read_files
 from kdtree_jax.keys import Purpose, key_for
 from kdtree_jax.model import abstract_params
 from kdtree_jax.model.random_params import random_params
+from kdtree_jax.named_configs import load_config
 
 DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
 WEIGHTS = ('as_stored', *DTYPES)

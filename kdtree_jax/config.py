@@ -1,14 +1,38 @@
 """Frozen, hashable, validated configurations, with Hugging Face field names."""
 
 import dataclasses
-import importlib
 import math
-import pkgutil
 from typing import Any
 
-from kdtree_jax.checks import check_fields, check_types
-from kdtree_jax.checks import require as _require
 from kdtree_jax.errors import UserError
+from kdtree_jax.schema import check_types, from_json
+
+# More layers than any model has: a config must not make us count for hours.
+MAX_LAYERS = 4096
+
+
+def _require(condition: bool, message: str) -> None:
+  if not condition:
+    raise UserError(message)
+
+
+def _require_positive(config: object, names: str, prefix: str = '') -> None:
+  for name in names.split():
+    value = getattr(config, name)
+    _require(value > 0, f'{prefix}{name} is {value}, not positive')
+
+
+def _check_theta(config: 'ModelConfig | DrafterConfig') -> None:
+  # YaRN divides by its logarithm.
+  theta = config.rope_theta
+  _require(theta > 1, f'rope_theta - 1 is {theta - 1}, not positive')
+
+
+def _require_few_layers(config: 'ModelConfig | DrafterConfig') -> None:
+  _require(
+    config.num_hidden_layers <= MAX_LAYERS,
+    f'num_hidden_layers is {config.num_hidden_layers}, above {MAX_LAYERS}',
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,14 +50,19 @@ class RopeScaling:
   def __post_init__(self):
     check_types(self)
     _require(self.factor >= 1, f'rope_scaling.factor={self.factor} is below 1')
-    _require(
-      self.beta_fast > 0 and self.beta_slow > 0,
-      'rope_scaling.beta_fast and beta_slow must be positive',
+    _require_positive(
+      self,
+      'beta_fast beta_slow original_max_position_embeddings',
+      'rope_scaling.',
     )
-    _require(
-      self.original_max_position_embeddings > 0,
-      'rope_scaling.original_max_position_embeddings must be positive',
-    )
+    # An mscale of 0 means none; an amplitude of 0 would erase the positions.
+    for name in ('mscale', 'mscale_all_dim'):
+      value = getattr(self, name)
+      _require(
+        value is None or value >= 0, f'rope_scaling.{name} is {value}, below 0'
+      )
+    if self.attention_factor is not None:
+      _require_positive(self, 'attention_factor', 'rope_scaling.')
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -88,12 +117,14 @@ class ModelConfig:
 
   def __post_init__(self):
     check_types(self)
-    for name in (
+    _require_positive(
+      self,
       'vocab_size hidden_size num_hidden_layers num_attention_heads '
       'kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim '
-      'intermediate_size max_position_embeddings moe_layer_freq'
-    ).split():
-      _require(getattr(self, name) > 0, f'{name} must be positive')
+      'intermediate_size max_position_embeddings moe_layer_freq '
+      'rms_norm_eps latent_norm_eps',
+    )
+    _require_few_layers(self)
     _require(
       self.q_lora_rank is None or self.q_lora_rank > 0,
       'q_lora_rank must be positive or null',
@@ -102,7 +133,7 @@ class ModelConfig:
       self.qk_rope_head_dim % 2 == 0,
       f'qk_rope_head_dim={self.qk_rope_head_dim} must be even',
     )
-    _require(self.rope_theta > 1, f'rope_theta={self.rope_theta} must exceed 1')
+    _check_theta(self)
     for token in self.eos_token_id:
       _require(
         0 <= token < self.vocab_size,
@@ -123,9 +154,7 @@ class ModelConfig:
 
   def _check_experts(self) -> None:
     experts, groups = self.n_routed_experts, self.n_group
-    _require(
-      self.moe_intermediate_size > 0, 'moe_intermediate_size must be positive'
-    )
+    _require_positive(self, 'moe_intermediate_size')
     _require(self.n_shared_experts >= 0, 'n_shared_experts is negative')
     _require(
       self.scoring_func in ('sigmoid', 'softmax'),
@@ -236,15 +265,7 @@ class ModelConfig:
     Raises:
       UserError: an unknown, missing or ill-typed field, by name.
     """
-    fields = check_fields(cls, fields)
-    if fields.get('rope_scaling') is not None:
-      fields['rope_scaling'] = RopeScaling(
-        **check_fields(RopeScaling, fields['rope_scaling'])
-      )
-    for name in ('mlp_layer_types', 'eos_token_id'):
-      if fields.get(name) is not None:
-        fields[name] = tuple(fields[name])
-    return cls(**fields)
+    return from_json(cls, fields)
 
 
 SLIDING = 'sliding_attention'
@@ -288,11 +309,14 @@ class DrafterConfig:
 
   def __post_init__(self):
     check_types(self)
-    for name in (
+    _require_positive(
+      self,
       'hidden_size num_hidden_layers num_attention_heads num_key_value_heads '
-      'head_dim intermediate_size vocab_size block_size'
-    ).split():
-      _require(getattr(self, name) > 0, f'{name} must be positive')
+      'head_dim intermediate_size vocab_size block_size '
+      'max_position_embeddings rms_norm_eps',
+    )
+    _require_few_layers(self)
+    _check_theta(self)
     _require(
       self.num_attention_heads % self.num_key_value_heads == 0,
       f'num_key_value_heads={self.num_key_value_heads} does not divide '
@@ -364,15 +388,7 @@ class DrafterConfig:
     Raises:
       UserError: an unknown, missing or ill-typed field, by name.
     """
-    fields = check_fields(cls, fields)
-    if fields.get('rope_scaling') is not None:
-      fields['rope_scaling'] = RopeScaling(
-        **check_fields(RopeScaling, fields['rope_scaling'])
-      )
-    for name in ('target_layer_ids', 'layer_types'):
-      if fields.get(name) is not None:
-        fields[name] = tuple(fields[name])
-    return cls(**fields)
+    return from_json(cls, fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -434,23 +450,3 @@ MAX_TREE_BUDGET = 1 << 14
 
 # Path scores are sums in fixed point that fit 32 bits up to this depth.
 MAX_DRAFT_DEPTH = 31
-
-
-def config_names() -> tuple[str, ...]:
-  """Names of the files in `configs/`."""
-  package = importlib.import_module('configs')
-  return tuple(
-    sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-  )
-
-
-def load_config(name: str) -> ModelConfig:
-  """The `CONFIG` of `configs/<name>.py`.
-
-  Raises:
-    UserError: no such file; the message lists those that exist.
-  """
-  known = config_names()
-  if name not in known:
-    raise UserError(f'unknown config {name!r}; known: {", ".join(known)}')
-  return importlib.import_module(f'configs.{name}').CONFIG

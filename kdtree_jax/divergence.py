@@ -98,7 +98,7 @@ def judge(
     layer=layer,
     router_margin=margin,
     router_noise=router_noise,
-    near_tie=bool(near_tie),
+    near_tie=near_tie,
   )
 
 
@@ -116,11 +116,11 @@ def _first_swap(a: np.ndarray, b: np.ndarray) -> tuple[int, int] | None:
   rows = min(len(a), len(b))
   same = np.sort(a[:rows], axis=2) == np.sort(b[:rows], axis=2)
   swaps = np.argwhere(~same.all(axis=2))
-  return None if len(swaps) == 0 else tuple(int(i) for i in swaps[0])
+  return None if len(swaps) == 0 else (int(swaps[0, 0]), int(swaps[0, 1]))
 
 
 def _router_margin(
-  config: ModelConfig, choice: np.ndarray, ours: set, theirs: set
+  config: ModelConfig, choice: np.ndarray, ours: set[int], theirs: set[int]
 ) -> float:
   """By how much AR prefers its experts, or groups, to the others'.
 

@@ -1,5 +1,7 @@
 """The one exception that a user, not a programmer, is meant to read."""
 
+from typing import Any
+
 
 class UserError(ValueError):
   """Bad input: a flag, a file or a prompt. The message says what to change.
@@ -7,3 +9,9 @@ class UserError(ValueError):
   `run.py` prints it as one line and exits with status 2; a library user
   catches it as the ValueError that it is.
   """
+
+
+def show(value: Any, limit: int = 100) -> str:
+  """A foreign value on one printable line: escaped, and cut if it is long."""
+  text = ascii(value)
+  return text if len(text) <= limit else text[: limit - 3] + '...'

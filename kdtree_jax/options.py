@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Sequence, Set
 
 from kdtree_jax import registry
-from kdtree_jax.checks import MAX_INT, check_types, integer
+from kdtree_jax.checks import integer
 from kdtree_jax.config import MAX_TREE_BUDGET
 from kdtree_jax.decode import SamplingConfig
+from kdtree_jax.schema import MAX_INT, check_types
 
 PREFILL_CHUNK = 64
 

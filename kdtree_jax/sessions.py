@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax.api import LoadedDrafter, Target, check_pair
-from kdtree_jax.checks import MAX_INT, integer, integers
+from kdtree_jax.checks import integer, integers
 from kdtree_jax.decode import DecodeState, GenerateResult
 from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode.state import check_prompt, extend, truncate
@@ -24,6 +24,7 @@ from kdtree_jax.generation import (
   Run,
   prepare,
 )
+from kdtree_jax.schema import MAX_INT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,10 @@ import itertools  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import shapes  # noqa: E402
+
+shapes.install()
+
 # A compiled program holds some hundred memory maps, of which Linux allows a
 # process 65530: a worker that compiled the whole matrix crashed at the limit.
 MAPS_AT_ONCE = 35_000

@@ -9,11 +9,11 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from kdtree_jax import api, reference
-from kdtree_jax.config import ModelConfig, config_names, load_config
+from kdtree_jax.config import ModelConfig
 from kdtree_jax.io import huggingface
 from kdtree_jax.io.tensors import MappingSource
 from kdtree_jax.modes.make_bundle import can_generate
-from kdtree_jax.training.recipe import recipe_names
+from kdtree_jax.named_configs import config_names, load_config, recipe_names
 
 DATA = pathlib.Path(__file__).parent / 'data'
 FIXTURES = tuple(sorted(p.name for p in DATA.iterdir() if p.is_dir()))

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 # Upper ends of the bins of predicted probabilities: nearly all nodes of a
 # large tree are improbable.
@@ -51,18 +52,18 @@ class NodeCounts:
   rank_accepted: list[int]
 
 
-def sibling_ranks(parents: Sequence[int]) -> np.ndarray:
+def sibling_ranks(parents: ArrayLike) -> np.ndarray:
   """`[N]` how many siblings come before each node, in the tree's order.
 
   Siblings are in the order of their probability, so that this is the rank of
   a node's token in the drafter's distribution.
   """
-  parents = np.asarray(parents)
-  order = np.argsort(parents, kind='stable')
-  grouped = parents[order]
+  above = np.asarray(parents)
+  order = np.argsort(above, kind='stable')
+  grouped = above[order]
   starts = np.searchsorted(grouped, grouped)
   ranks = np.empty_like(order)
-  ranks[order] = np.arange(len(parents)) - starts
+  ranks[order] = np.arange(len(above)) - starts
   return ranks
 
 
@@ -80,13 +81,13 @@ def count_nodes(
   offered = np.zeros(RANKS, np.int64)
   taken = offered.copy()
   for parents, scores, path in trees:
-    parents = np.asarray(parents)
-    accepted = np.zeros(len(parents), np.bool_)
+    above = np.asarray(parents)
+    accepted = np.zeros(len(above), np.bool_)
     accepted[list(path)] = True
-    ranks = np.minimum(sibling_ranks(parents), RANKS - 1)[1:]
+    ranks = np.minimum(sibling_ranks(above), RANKS - 1)[1:]
     probability = np.exp(np.asarray(scores, np.float64)[1:])
     at = np.searchsorted(PROBABILITIES[:-1], probability)
-    hit, had = accepted[1:], accepted[parents[1:]]
+    hit, had = accepted[1:], accepted[above[1:]]
     nodes += np.bincount(at, minlength=len(nodes))
     predicted += np.bincount(at, probability, len(nodes))
     hits += np.bincount(at[hit], minlength=len(nodes))
@@ -120,10 +121,10 @@ def loop_start(tokens: Sequence[int]) -> int | None:
   same was said (the first time is before i) over at least `LOOP_TOKENS`
   tokens. So what is before i holds the loop's words once.
   """
-  tokens = np.asarray(tokens)
+  text = np.asarray(tokens)
   best = None
-  for period in range(1, len(tokens) // LOOP_REPEATS + 1):
-    same = tokens[period:] == tokens[:-period]
+  for period in range(1, len(text) // LOOP_REPEATS + 1):
+    same = text[period:] == text[:-period]
     # Lengths of the runs of repeated tokens, by where they begin.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], same, [0]])))
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
@@ -225,11 +226,11 @@ def by_depth(
   Returns:
     That share, and the same among rounds that accepted the depth before.
   """
-  lengths = np.asarray(lengths)
-  reached = [(lengths > depth).sum() for depth in range(block_size)]
+  each = np.asarray(lengths)
+  reached = [(each > depth).sum() for depth in range(block_size)]
   return [
     (
-      float(reached[d] / len(lengths)),
+      float(reached[d] / len(each)),
       float(reached[d] / reached[d - 1]) if reached[d - 1] else None,
     )
     for d in range(1, block_size)

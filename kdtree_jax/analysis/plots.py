@@ -63,6 +63,7 @@ def acceptance_by_budget(rows: Sequence[Row]) -> bytes:
         (row.tree_budget, row.acceptance)
         for row in mine
         if row.method == 'ddtree' and row.chain_seed == seeded
+        if row.acceptance is not None
       ]
       if not trees:
         continue
@@ -81,7 +82,7 @@ def acceptance_by_budget(rows: Sequence[Row]) -> bytes:
         linewidth=0,
       )
     for row in mine:
-      if row.method == 'chain':
+      if row.method == 'chain' and row.acceptance is not None:
         axis.axhline(row.acceptance.mean, color=_CHAIN, label=name(row))
         band = row.acceptance.low, row.acceptance.high
         axis.axhspan(*band, color=_CHAIN, alpha=0.15, linewidth=0)

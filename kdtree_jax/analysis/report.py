@@ -82,13 +82,17 @@ class Row:
   counts: NodeCounts | None
 
 
+# Setting, method, tree budget, chain seed.
+_Key = tuple[Setting, str, int, bool]
+
+
 def summarise(records: Iterable[Mapping[str, Any]]) -> list[Row]:
   """Rows in the order: settings, then AR, chain and trees by budget.
 
   Args:
     records: lines of `--mode=bench_acceptance`.
   """
-  groups: dict[tuple, list[tuple[Mapping[str, Any], list[int]]]] = {}
+  groups: dict[_Key, list[tuple[Mapping[str, Any], list[int]]]] = {}
   for record in records:
     temperature, forced = record['temperature'], record['forced']
     walks = {Setting(forced, forced, temperature): 'acceptance_lengths'}
@@ -110,7 +114,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def _row(
-  key: tuple,
+  key: _Key,
   group: list[tuple[Mapping[str, Any], list[int]]],
   chain: Mapping[Any, list[int]],
 ) -> Row:

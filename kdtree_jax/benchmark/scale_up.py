@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax.benchmark.traffic import flat
-from kdtree_jax.config import ModelConfig, load_config
+from kdtree_jax.config import ModelConfig
 from kdtree_jax.model import abstract_params
+from kdtree_jax.named_configs import load_config
 
 # One H200: its memory, and what a copy reaches (read plus written).
 DEVICE_BYTES = 141e9

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kdtree_jax.checks import check_types
 from kdtree_jax.errors import UserError
+from kdtree_jax.schema import check_types
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,7 @@ from kdtree_jax.model import KVCache, init_cache
 MAX_STOP_IDS = 16
 
 
-@flax.struct.dataclass
-class RoundStats:
+class RoundStats(flax.struct.PyTreeNode):
   """What happened in each round; zeros where a row took no part.
 
   Attributes:
@@ -34,8 +33,7 @@ class RoundStats:
   rounds: jax.Array
 
 
-@flax.struct.dataclass
-class DecodeState:
+class DecodeState(flax.struct.PyTreeNode):
   """B sequences in flight.
 
   Attributes:

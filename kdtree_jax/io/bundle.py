@@ -8,7 +8,6 @@ import numpy as np
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.checkpoint_config import check_numbers
 from kdtree_jax.io.checkpoint_tensors import (
   Shapes,
   drafter_shapes,
@@ -64,7 +63,6 @@ def check_contents(bundle: Bundle) -> None:
   """Names, shapes, dtypes and values against the configs."""
   config, drafter = bundle.config, bundle.drafter_config
   if drafter is not None:
-    check_numbers(drafter, 'drafter_config')
     _check_weights('drafter', bundle.drafter or {}, drafter_shapes(drafter))
   _check_names(bundle.tokenizer)
   if config is None:
@@ -74,7 +72,6 @@ def check_contents(bundle: Bundle) -> None:
       if getattr(bundle, section):
         raise BundleError(f'has {section}, but no target')
     return
-  check_numbers(config, 'config')
   _check_weights('target', bundle.target or {}, tensor_shapes(config))
   if drafter is not None:
     _check_pair(config, drafter)

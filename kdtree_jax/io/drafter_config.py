@@ -9,8 +9,6 @@ from kdtree_jax.drafters.dflash import default_target_layer_ids
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.checkpoint_config import (
   HOUSEKEEPING,
-  check_numbers,
-  check_sizes,
   read_rope,
 )
 from kdtree_jax.io.fields import REQUIRED, Fields, is_inert
@@ -66,12 +64,10 @@ def drafter_config(
     arguments = _zlab(raw, source_name)
   else:
     arguments = _speculators(raw, source_name, target_layers)
-  check_sizes(arguments, source_name)
   try:
     config = DrafterConfig(**arguments)
   except UserError as e:
     raise CheckpointError(f'{source_name}: {e}') from e
-  check_numbers(config, source_name)
   return config
 
 

@@ -1,14 +1,12 @@
-"""Typed, strict access to the keys of a JSON object."""
+"""Typed, strict access to the keys of a foreign JSON object."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from kdtree_jax.io.files import show
+from kdtree_jax.errors import show
 from kdtree_jax.io.tensors import CheckpointError
+from kdtree_jax.schema import MAX_INT, problem
 
-# No dimension, count or token id comes near this; sizes multiply safely.
-MAX_INT = 2**31 - 1
-MAX_FLOAT = 1e30
 REQUIRED = object()
 
 
@@ -42,15 +40,17 @@ class Fields:
       raise self.error(key, 'is missing')
     return default
 
-  def _typed(self, key: str, default: Any, kind: type, what: str) -> Any:
+  def _typed(self, key: str, default: Any, kind: Any) -> Any:
     value = self.get(key, default)
-    if value is not default and type(value) is not kind:
-      raise self.error(key, f'is {show(value)}, not {what}')
+    if isinstance(value, list):
+      value = tuple(value)
+    if value is not default and (why := problem(value, kind)):
+      raise self.error(key, f'is {show(value)}, {why}')
     return value
 
   def integer(self, key: str, default: Any = REQUIRED, least: int = 0) -> Any:
-    value = self._typed(key, default, int, 'an integer')
-    if value is not default and not least <= value <= MAX_INT:
+    value = self._typed(key, default, int)
+    if value is not default and value < least:
       raise self.error(key, f'is {show(value)}, not in {least}..{MAX_INT}')
     return value
 
@@ -62,13 +62,9 @@ class Fields:
     above: float | None = None,
     least: float | None = None,
   ) -> Any:
-    value = self.get(key, default)
+    value = self._typed(key, default, float)
     if value is default:
       return value
-    if type(value) not in (int, float):
-      raise self.error(key, f'is {show(value)}, not a number')
-    if not abs(value) <= MAX_FLOAT:
-      raise self.error(key, f'is {show(value)}, out of range')
     if above is not None and value <= above:
       raise self.error(key, f'is {show(value)}, not above {above}')
     if least is not None and value < least:
@@ -76,19 +72,13 @@ class Fields:
     return float(value)
 
   def boolean(self, key: str, default: Any = REQUIRED) -> Any:
-    return self._typed(key, default, bool, 'true or false')
+    return self._typed(key, default, bool)
 
   def string(self, key: str, default: Any = REQUIRED) -> Any:
-    return self._typed(key, default, str, 'a string')
+    return self._typed(key, default, str)
 
   def tuple_of(self, kind: type, key: str, default: Any = REQUIRED) -> Any:
-    value = self._typed(key, default, list, 'a list')
-    if value is default:
-      return value
-    for item in value:
-      if type(item) is not kind or (kind is int and abs(item) > MAX_INT):
-        raise self.error(key, f'holds {show(item)}, no {kind.__name__}')
-    return tuple(value)
+    return self._typed(key, default, tuple[kind, ...])
 
   def fixed(self, key: str, supported: Any) -> None:
     """Checks a key that may be absent or have the one supported value."""

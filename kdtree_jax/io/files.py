@@ -8,13 +8,7 @@ import secrets
 from collections.abc import Buffer, Iterable, Sequence
 from typing import Any
 
-from kdtree_jax.errors import UserError
-
-
-def show(value: Any, limit: int = 100) -> str:
-  """A foreign value on one printable line: escaped, and cut if it is long."""
-  text = ascii(value)
-  return text if len(text) <= limit else text[: limit - 3] + '...'
+from kdtree_jax.errors import UserError, show
 
 
 def show_more(names: Sequence[str], limit: int = 3) -> str:

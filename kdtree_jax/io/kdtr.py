@@ -14,6 +14,7 @@ in padding that no parser looks at. Neither side holds the data twice.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -32,7 +33,6 @@ from kdtree_jax.io.bundle import (
   check_contents,
   check_files,
 )
-from kdtree_jax.io.checkpoint_config import check_numbers, check_sizes
 from kdtree_jax.io.files import (
   canonical_json,
   one_line,
@@ -47,6 +47,7 @@ from kdtree_jax.io.tensors import (
   TensorSource,
   dtype_name,
 )
+from kdtree_jax.schema import check_types, from_json
 
 VERSION = 1
 METADATA_KEY = 'kdtr'
@@ -54,15 +55,21 @@ SECTIONS = ('target', 'drafter', 'golden', 'tokenizer')
 # The order of tensors in a file: that of safetensors, widest values first.
 _FILE_ORDER = ('I64', 'F32', 'I32', 'BF16', 'F16', 'F8_E4M3', 'U8')
 
-_MANIFEST_KEYS = {
-  'version': int,
-  'name': str,
-  'config': dict | None,
-  'drafter_config': dict | None,
-  'recipe': dict,
-  'tensors': dict,
-  'sha256': str,
-}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+  """The keys of a manifest."""
+
+  version: int
+  name: str
+  config: dict | None
+  drafter_config: dict | None
+  recipe: dict
+  tensors: dict
+  sha256: str
+
+  def __post_init__(self):
+    check_types(self)
 
 
 def write_bundle(path: os.PathLike | str, bundle: Bundle) -> None:
@@ -74,8 +81,6 @@ def write_bundle(path: os.PathLike | str, bundle: Bundle) -> None:
   """
   try:
     tensors = _flatten(bundle)
-    if bundle.config is not None:
-      check_sizes(bundle.config.to_dict(), 'config')
     check_contents(bundle)
     header, names = _header(tensors, _manifest(bundle, tensors))
   except BundleError as e:
@@ -154,9 +159,9 @@ def _read(path: pathlib.Path) -> Bundle:
   source, text, manifest = _open(path)
   config = drafter_config = None
   if manifest['config'] is not None:
-    config = _config(ModelConfig, manifest['config'])
+    config = ModelConfig.from_dict(manifest['config'])
   if manifest['drafter_config'] is not None:
-    drafter_config = _config(DrafterConfig, manifest['drafter_config'])
+    drafter_config = DrafterConfig.from_dict(manifest['drafter_config'])
   tensors = _verified(source, manifest, source.names())
   # Left: padding, the order of the header, other metadata, other spellings.
   header, _ = _header(tensors, text)
@@ -311,12 +316,7 @@ def _parse_manifest(text: str) -> dict[str, Any]:
   version = manifest.get('version')
   if type(version) is not int or version != VERSION:
     raise BundleError(f'version {show(version)}; supported: {VERSION}')
-  if set(manifest) != set(_MANIFEST_KEYS):
-    odd = sorted(set(manifest) ^ set(_MANIFEST_KEYS))
-    raise BundleError(f'manifest: key {show(odd[0])} is missing or unknown')
-  for key, kind in _MANIFEST_KEYS.items():
-    if not isinstance(manifest[key], kind):
-      raise BundleError(f'manifest: {key} is {show(manifest[key])}')
+  from_json(Manifest, manifest)
   if not manifest['name']:
     raise BundleError('manifest: name is empty')
   if canonical != text:
@@ -324,14 +324,6 @@ def _parse_manifest(text: str) -> dict[str, Any]:
   if _seal(manifest) != manifest['sha256']:
     raise BundleError('manifest does not match its digest')
   return manifest
-
-
-def _config(cls: type, fields: dict[str, Any]) -> Any:
-  where = f'manifest: {cls.__name__}'
-  check_sizes(fields, where)
-  config = cls.from_dict(fields)
-  check_numbers(config, where)
-  return config
 
 
 def _check_table(table: dict[str, Any], source: SafetensorsSource) -> None:

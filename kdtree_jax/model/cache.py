@@ -1,31 +1,29 @@
 """The latent KV cache: written in one place, read by length."""
 
-from typing import Any
-
 import flax.struct
-import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
 
 from kdtree_jax.config import ModelConfig
 from pallas_kernels.cache_compact.api import cache_compact
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
   """Committed rows of every layer.
 
   Attributes:
-    latent: `[L, B, S, kv_lora_rank + qk_rope_head_dim]`: the normed latent and
-      the rotated shared key, side by side. Rows from `length` on are garbage.
-    length: `[B]` int32, committed rows.
+    latent: the normed latent and the rotated shared key, side by side. Rows
+      from `length` on are garbage.
+    length: committed rows.
   """
 
-  latent: jax.Array
-  length: jax.Array
+  latent: Float[Array, 'L B S C']
+  length: Int32[Array, ' B']
 
 
 def init_cache(
-  config: ModelConfig, batch: int, rows: int, dtype: Any
+  config: ModelConfig, batch: int, rows: int, dtype: DTypeLike
 ) -> KVCache:
   """An empty cache with space for `rows` rows a sequence."""
   shape = (config.num_hidden_layers, batch, rows, config.latent_dim)
@@ -36,18 +34,18 @@ def init_cache(
 
 def commit(
   cache: KVCache,
-  rows: jax.Array,
-  path: jax.Array,
-  new_length: jax.Array,
+  rows: Float[Array, 'L B N C'],
+  path: Int32[Array, 'B W'],
+  new_length: Int32[Array, ' B'],
 ) -> KVCache:
   """Writes the rows `path` of `rows` behind the committed ones.
 
   Args:
     cache: with `S >= length + W` for every sequence.
-    rows: `[L, B, N, C]`, as a forward returns them, rotated already.
-    path: `[B, W]` int32 indices into N. All W are written; what is not
-      committed lies behind `new_length` and is never read.
-    new_length: `[B]` int32.
+    rows: as a forward returns them, rotated already.
+    path: indices into N. All W are written; what is not committed lies after
+      `new_length` and is never read.
+    new_length: committed rows afterwards.
   """
   latent = cache_compact(cache.latent, rows, path, cache.length)
   return KVCache(latent=latent, length=new_length)

@@ -11,6 +11,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dense import Weights, dot, matmul, swiglu
 
@@ -25,7 +27,7 @@ def weight(
   name: str,
   init: Initializer,
   shape: tuple[int, ...],
-  dtype: Any,
+  dtype: DTypeLike,
 ) -> Any:
   """Reads a weight; the one place where a module touches its parameters.
 
@@ -39,8 +41,10 @@ def weight(
 
 
 @jax.custom_vjp
-def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-  """`table [V, H]` at `tokens [...]` int32: `[..., H]`."""
+def lookup(
+  table: Float[Array, 'V M'], tokens: Int32[Array, '*batch']
+) -> Float[Array, '*batch M']:
+  """The tokens' rows of a table."""
   return table[tokens]
 
 
@@ -63,14 +67,16 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 class Linear(nn.Module):
-  """`[..., I] -> [..., features]`, in the dtype of the input."""
+  """A product with a weight, in the dtype of the input."""
 
   features: int
-  dtype: Any
+  dtype: DTypeLike
   use_bias: bool = False
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, '*batch inputs']
+  ) -> Float[Array, '*batch {self.features}']:
     shape = (self.features, x.shape[-1])
     y = matmul(x, weight(self, 'weight', matrix_init, shape, self.dtype))
     if self.use_bias:
@@ -87,10 +93,12 @@ class RMSNorm(nn.Module):
   """
 
   eps: float
-  dtype: Any
+  dtype: DTypeLike
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, '*batch width']
+  ) -> Float[Array, '*batch width']:
     ones = nn.initializers.ones_init()
     scale = weight(self, 'weight', ones, x.shape[-1:], self.dtype)
     y = x.astype(jnp.float32)
@@ -100,14 +108,17 @@ class RMSNorm(nn.Module):
 
 
 class Matrix(nn.Module):
-  """A weight `[rows, columns]` by itself: an embedding, a head."""
+  """A weight `[rows, columns]` by itself: an embedding, a head.
+
+  It is an array, or a `QuantizedArray` if it is stored as one.
+  """
 
   rows: int
   columns: int
-  dtype: Any
+  dtype: DTypeLike
 
   @nn.compact
-  def __call__(self) -> jax.Array:
+  def __call__(self) -> Any:
     shape = (self.rows, self.columns)
     return weight(self, 'weight', matrix_init, shape, self.dtype)
 
@@ -116,7 +127,7 @@ class SwiGLU(nn.Module):
   """`down(silu(gate(x)) * up(x))` without biases."""
 
   intermediate_size: int
-  dtype: Any
+  dtype: DTypeLike
 
   @nn.compact
   def weights(self, hidden: int) -> Weights:
@@ -128,5 +139,5 @@ class SwiGLU(nn.Module):
       Matrix(hidden, inner, self.dtype, name='down_proj')(),
     )
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, '*batch M']) -> Float[Array, '*batch M']:
     return swiglu(x, *self.weights(x.shape[-1]))

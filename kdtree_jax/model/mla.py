@@ -1,24 +1,29 @@
 """Multi-head latent attention in the absorbed form (DeepSeek-V2, sec. 2.1)."""
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.layers import Linear, RMSNorm, matrix_init, weight
 from kdtree_jax.model.rope import apply_rope
 from pallas_kernels.dense import apart
 
-# query [B, N, H, C], rows [B, N, C] -> [B, N, H, kv_lora_rank]
-Attend = Callable[[jax.Array, jax.Array], jax.Array]
+# From queries and the new tokens' own rows to what each head finds.
+Attend = Callable[
+  [Float[Array, 'B N H C'], Float[Array, 'B N C']], Float[Array, 'B N H R']
+]
 
 
-def _per_head(x: jax.Array, w: jax.Array) -> jax.Array:
-  """`x [B, N, n, I]` by `w [n, O, I]` to `[B, N, n, O]`, in x's dtype.
+def _per_head(
+  x: Float[Array, 'B N H inputs'], w: Float[Array, 'H outputs inputs']
+) -> Float[Array, 'B N H outputs']:
+  """A product of its own for each head, in the dtype of `x`.
 
   XLA's CPU backend has no such product from bfloat16 to float32. The rows come
   first: with the weights first, a GPU writes the result transposed.
@@ -42,17 +47,21 @@ class MultiHeadLatentAttention(nn.Module):
   """
 
   config: ModelConfig
-  dtype: Any
+  dtype: DTypeLike
 
   @nn.compact
   def __call__(
-    self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend
-  ) -> tuple[jax.Array, jax.Array]:
+    self,
+    x: Float[Array, 'B N M'],
+    cos: Float32[Array, 'B N half'],
+    sin: Float32[Array, 'B N half'],
+    attend: Attend,
+  ) -> tuple[Float[Array, 'B N M'], Float[Array, 'B N C']]:
     """Attends from N new tokens.
 
     Args:
-      x: `[B, N, hidden_size]`, normed.
-      cos: `[B, N, qk_rope_head_dim / 2]` float32 at the tokens' positions.
+      x: normed.
+      cos: at the tokens' positions; half is `P / 2`.
       sin: like `cos`.
       attend: the attention op, bound to the cache and the mask.
 

@@ -1,11 +1,12 @@
 """Routed and shared experts; dropless, rows independent of each other."""
 
 import math
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.layers import SwiGLU, matrix_init, weight
@@ -39,9 +40,9 @@ class Router(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: jax.Array, valid: jax.Array
-  ) -> tuple[Routing, jax.Array]:
-    """Routes `x [T, hidden_size]`; see `expert_router`."""
+    self, x: Float[Array, 'rows M'], valid: Bool[Array, ' rows']
+  ) -> tuple[Routing, Int32[Array, 'rows K']]:
+    """Routes every row; see `expert_router`."""
     c = self.config
     shape = (c.n_routed_experts, c.hidden_size)
     gate = weight(self, 'weight', matrix_init, shape, jnp.float32)
@@ -67,18 +68,18 @@ class Experts(nn.Module):
   """The stacked weights of the routed experts, and the op that mixes all."""
 
   config: ModelConfig
-  dtype: Any
+  dtype: DTypeLike
   implementation: str | None
 
   @nn.compact
   def __call__(
     self,
-    x: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
+    x: Float[Array, 'rows M'],
+    ids: Int32[Array, 'rows K'],
+    weights: Float32[Array, 'rows K'],
     shared: Weights | None,
-  ) -> jax.Array:
-    """`x [T, hidden_size]` through its experts and the shared ones."""
+  ) -> Float[Array, 'rows M']:
+    """Sends every row through its experts and the shared ones."""
     c = self.config
     e, h, i = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
     gate_up = weight(
@@ -100,14 +101,14 @@ class MixtureOfExperts(nn.Module):
   """Routed experts plus one shared SwiGLU of `n_shared_experts` widths."""
 
   config: ModelConfig
-  dtype: Any
+  dtype: DTypeLike
   implementation: str | None
 
   @nn.compact
   def __call__(
-    self, x: jax.Array, valid: jax.Array
-  ) -> tuple[jax.Array, Routing]:
-    """`x [B, N, hidden_size]`; rows that are not `valid [B, N]` get none."""
+    self, x: Float[Array, 'B N M'], valid: Bool[Array, 'B N']
+  ) -> tuple[Float[Array, 'B N M'], Routing]:
+    """The experts' mixture; rows that are not `valid` get no expert."""
     c = self.config
     flat = x.reshape(-1, c.hidden_size)
     router = Router(c, self.implementation, name='gate')

@@ -38,7 +38,7 @@ def random_params(shapes: Any, seed: int = 0) -> Any:
   leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
   layers = sum(name.startswith('layers_') for name in shapes)
   tied = 'lm_head' not in shapes
-  made = []
+  made: list[jax.Array] = []
   for index, (path, leaf) in enumerate(leaves):
     names = [key.key for key in path]
     shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype)

@@ -2,17 +2,17 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
 
 from kdtree_jax.config import RopeScaling, yarn_mscale
 
 
 def inverse_frequencies(
   dim: int, theta: float, scaling: RopeScaling | None
-) -> np.ndarray:
-  """`[dim / 2]` float32 angular frequencies.
+) -> Float32[np.ndarray, ' half']:
+  """Angular frequencies, half of `dim`.
 
   YaRN (arXiv 2309.00071, eq. 23) keeps frequencies that turn often within the
   original context, divides those that turn rarely by `factor`, and blends
@@ -51,9 +51,12 @@ def amplitude(scaling: RopeScaling | None) -> float:
 
 
 def rope_tables(
-  positions: jax.Array, dim: int, theta: float, scaling: RopeScaling | None
-) -> tuple[jax.Array, jax.Array]:
-  """cos and sin, each `positions.shape + [dim / 2]` float32."""
+  positions: Int32[Array, '*batch'],
+  dim: int,
+  theta: float,
+  scaling: RopeScaling | None,
+) -> tuple[Float32[Array, '*batch half'], Float32[Array, '*batch half']]:
+  """cos and sin for half of `dim`."""
   inv_freq = jnp.asarray(inverse_frequencies(dim, theta, scaling))
   angles = positions.astype(jnp.float32)[..., None] * inv_freq.reshape(
     (1,) * positions.ndim + (-1,)
@@ -63,13 +66,17 @@ def rope_tables(
 
 
 def apply_rope(
-  x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool
-) -> jax.Array:
-  """Rotates the pairs of `x [..., dim]` by tables that broadcast to it.
+  x: Float[Array, '*batch width'],
+  cos: Float32[Array, '*#batch half'],
+  sin: Float32[Array, '*#batch half'],
+  *,
+  interleave: bool,
+) -> Float[Array, '*batch width']:
+  """Rotates the pairs of `x` by tables that broadcast to it.
 
   Args:
     x: values, any float dtype.
-    cos: `[..., dim / 2]` float32; likewise `sin`.
+    cos: half as wide as `x`; likewise `sin`.
     sin: see `cos`.
     interleave: pairs are (2i, 2i + 1); otherwise (i, i + dim / 2).
 

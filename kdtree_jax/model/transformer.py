@@ -7,6 +7,8 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.keys import Purpose, key_for
@@ -19,22 +21,21 @@ from pallas_kernels.dense import matmul
 from pallas_kernels.verify_attention.api import verify_attention
 
 
-@flax.struct.dataclass
-class ForwardOutput:
+class ForwardOutput(flax.struct.PyTreeNode):
   """What a forward leaves; the cache itself is only read.
 
   Attributes:
-    hidden: `[B, N, hidden_size]`, before the final norm.
-    features: `[B, N, len(tap_layers) * hidden_size]`: the residual stream
-      after the tapped layers, side by side in the order of `tap_layers`.
-    rows: `[L, B, N, C]`, the new tokens' cache rows.
+    hidden: before the final norm.
+    features: the residual stream after the tapped layers, side by side in the
+      order of `tap_layers`.
+    rows: the new tokens' cache rows.
     routing: one a MoE layer, fields `[B, N, ...]`; for audits, and dead code
       wherever nobody asks for it.
   """
 
-  hidden: jax.Array
-  features: jax.Array
-  rows: jax.Array
+  hidden: Float[Array, 'B N M']
+  features: Float[Array, 'B N F']
+  rows: Float[Array, 'L B N C']
   routing: tuple[Routing, ...]
 
 
@@ -43,18 +44,18 @@ class Block(nn.Module):
 
   config: ModelConfig
   layer: int
-  dtype: Any
+  dtype: DTypeLike
   implementation: str | None
 
   @nn.compact
   def __call__(
     self,
-    hidden: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    valid: jax.Array,
+    hidden: Float[Array, 'B N M'],
+    cos: Float32[Array, 'B N half'],
+    sin: Float32[Array, 'B N half'],
+    valid: Bool[Array, 'B N'],
     attend: Attend,
-  ) -> tuple[jax.Array, jax.Array, Routing | None]:
+  ) -> tuple[Float[Array, 'B N M'], Float[Array, 'B N C'], Routing | None]:
     c = self.config
     norm = functools.partial(RMSNorm, c.rms_norm_eps, self.dtype)
     attention = MultiHeadLatentAttention(c, self.dtype, name='self_attn')
@@ -84,7 +85,7 @@ class Transformer(nn.Module):
 
   config: ModelConfig
   tap_layers: tuple[int, ...] = ()
-  dtype: Any = jnp.float32
+  dtype: DTypeLike = jnp.float32
   implementation: str | None = None
 
   def setup(self):
@@ -100,22 +101,21 @@ class Transformer(nn.Module):
 
   def __call__(
     self,
-    tokens: jax.Array,
-    positions: jax.Array,
+    tokens: Int32[Array, 'B N'],
+    positions: Int32[Array, 'B N'],
     cache: KVCache,
-    valid: jax.Array,
-    ancestors: jax.Array | None = None,
+    valid: Bool[Array, 'B N'],
+    ancestors: UInt32[Array, 'B N words'] | None = None,
   ) -> ForwardOutput:
     """Runs N new tokens over the committed rows of a cache.
 
     Args:
-      tokens: `[B, N]` int32.
-      positions: `[B, N]` int32, absolute.
+      tokens: the new ones.
+      positions: absolute.
       cache: its first `length` rows are seen by every new token.
-      valid: `[B, N]` bool; other rows are padding that no expert sees and
-        that no valid row may see.
-      ancestors: `[B, N, ceil(N / 32)]` uint32, bit j of row i: i sees j. None
-        is the causal mask of a chain.
+      valid: other rows are padding that no expert sees and that no valid row
+        may see.
+      ancestors: bit j of row i: i sees j. None is the causal mask of a chain.
     """
     c = self.config
     hidden = lookup(self.embed_tokens(), tokens)
@@ -151,20 +151,24 @@ class Transformer(nn.Module):
       routing=tuple(r for r in routings if r is not None),
     )
 
-  def logits(self, hidden: jax.Array) -> jax.Array:
-    """`[..., hidden_size]` before the final norm -> `[..., V]` float32."""
+  def logits(
+    self, hidden: Float[Array, '*batch M']
+  ) -> Float32[Array, '*batch V']:
+    """Logits from what comes before the final norm."""
     return self.unembed(self.norm(hidden))
 
-  def embed(self, tokens: jax.Array) -> jax.Array:
-    """`[...]` int32 -> `[..., hidden_size]`; a drafter shares it."""
+  def embed(self, tokens: Int32[Array, '*batch']) -> Float[Array, '*batch M']:
+    """The tokens' embeddings; a drafter shares them."""
     return lookup(self.embed_tokens(), tokens)
 
-  def unembed(self, hidden: jax.Array) -> jax.Array:
-    """The head alone, `[..., hidden_size] -> [..., V]` float32."""
+  def unembed(
+    self, hidden: Float[Array, '*batch M']
+  ) -> Float32[Array, '*batch V']:
+    """The head alone."""
     tied = self.config.tie_word_embeddings
     return matmul(hidden, self.embed_tokens() if tied else self.lm_head())
 
-  def initialize(self) -> jax.Array:
+  def initialize(self) -> Float32[Array, 'B N V']:
     """Touches every parameter once, for `init`."""
     cache = init_cache(self.config, 1, 1, self.dtype)
     zeros = jnp.zeros((1, 1), jnp.int32)
@@ -173,15 +177,15 @@ class Transformer(nn.Module):
 
 
 def init_params(
-  config: ModelConfig, key: jax.Array, dtype: Any
+  config: ModelConfig, key: jax.Array, dtype: DTypeLike
 ) -> dict[str, Any]:
   """Random parameters with the family's initializer_range. Consumes `key`."""
   # Whatever the kernels, the parameters are the same.
   model = Transformer(config, dtype=dtype, implementation='reference')
-  return model.init(key, method='initialize')['params']
+  return dict(model.init(key, method='initialize')['params'])
 
 
-def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:
+def abstract_params(config: ModelConfig, dtype: DTypeLike) -> dict[str, Any]:
   """Shapes and dtypes of a model's parameters, without memory."""
   key = key_for(Purpose.WEIGHTS)
   return jax.eval_shape(lambda: init_params(config, key, dtype))

@@ -10,11 +10,11 @@ import rich.console
 import rich.progress
 
 from kdtree_jax import api
-from kdtree_jax.config import load_config
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import Progress
 from kdtree_jax.modes.run_config import RunConfig, required, status
+from kdtree_jax.named_configs import load_config
 from kdtree_jax.training.corpus import Corpus
 
 # A drafter that is refused so often in a row is probably another target's.

@@ -3,11 +3,12 @@
 import hashlib
 
 from kdtree_jax import reference
-from kdtree_jax.config import ModelConfig, load_config
+from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import num_parameters
 from kdtree_jax.io.kdtr import Bundle, write_bundle
 from kdtree_jax.modes.run_config import RunConfig, required, status
+from kdtree_jax.named_configs import load_config
 
 FLAGS = ('variant', 'output', 'seed')
 PROMPT_LENGTH = 8

@@ -22,12 +22,13 @@ from kdtree_jax.io.export import write_checkpoint
 from kdtree_jax.io.huggingface import drafter_shapes
 from kdtree_jax.modes.loading import check_pair, loading
 from kdtree_jax.modes.run_config import RunConfig, required, status
+from kdtree_jax.named_configs import load_recipe
 from kdtree_jax.training.checkpoints import Run
 from kdtree_jax.training.corpus import Corpus, read_corpus
 from kdtree_jax.training.drafter import DraftTask, drafter_config
 from kdtree_jax.training.loop import Data, Evaluation, fit
 from kdtree_jax.training.packing import check_windows, window_starts
-from kdtree_jax.training.recipe import DrafterRecipe, load_recipe
+from kdtree_jax.training.recipe import DrafterRecipe
 from kdtree_jax.training.rollouts import (
   choose_prompts,
   cut_loops,

@@ -20,6 +20,7 @@ from kdtree_jax.modes.run_config import (
   check_output,
   required,
 )
+from kdtree_jax.named_configs import load_recipe
 from kdtree_jax.training.checkpoints import METRICS, Run
 from kdtree_jax.training.corpus import SPLITS, TOKENIZER, Corpus, read_corpus
 from kdtree_jax.training.loop import Data, Evaluation, fit
@@ -27,7 +28,7 @@ from kdtree_jax.training.packing import (
   check_windows,
   window_starts,
 )
-from kdtree_jax.training.recipe import TrainRecipe, load_recipe
+from kdtree_jax.training.recipe import TrainRecipe
 from kdtree_jax.training.target import TargetTask
 
 FLAGS = ('corpus', 'recipe', 'train_steps', 'output')

@@ -1,8 +1,11 @@
 """Cache of the reference: the committed rows of every layer, in order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
+
+from kdtree_jax.reference.layers import Config
 
 # One layer's rows: latent [T, kv_lora_rank], k_rope [T, qk_rope_head_dim].
 Rows = tuple[np.ndarray, np.ndarray]
@@ -11,7 +14,7 @@ Rows = tuple[np.ndarray, np.ndarray]
 class ListCache:
   """Grows by chosen rows; `len` is the number of committed tokens."""
 
-  def __init__(self, config: Mapping):
+  def __init__(self, config: Config):
     latent = np.zeros((0, config['kv_lora_rank']), np.float32)
     k_rope = np.zeros((0, config['qk_rope_head_dim']), np.float32)
     self._layers = [(latent, k_rope)] * config['num_hidden_layers']
@@ -23,13 +26,15 @@ class ListCache:
     """Returns `(latent [S, R], k_rope [S, P])` of one layer."""
     return self._layers[layer]
 
-  def append(self, rows: Sequence[Rows], indices: Sequence[int]) -> None:
+  def append(self, rows: Sequence[Rows], indices: ArrayLike) -> None:
     """Appends `rows[layer][indices]` of every layer, in that order."""
-    indices = np.asarray(indices, np.int64)
+    taken = np.asarray(indices, np.int64)
     self._layers = [
-      tuple(
-        np.concatenate([old, new[indices]])
-        for old, new in zip(kept, added, strict=True)
+      (
+        np.concatenate([latent, new_latent[taken]]),
+        np.concatenate([k_rope, new_k_rope[taken]]),
       )
-      for kept, added in zip(self._layers, rows, strict=True)
+      for (latent, k_rope), (new_latent, new_k_rope) in zip(
+        self._layers, rows, strict=True
+      )
     ]

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 NO_PARENT = -1
 
@@ -34,7 +35,7 @@ class ReferenceTree:
 
 
 def make_tree(
-  tokens: Sequence[int], parents: Sequence[int], scores: Sequence
+  tokens: ArrayLike, parents: Sequence[int], scores: ArrayLike
 ) -> ReferenceTree:
   """Derives depths and visibility; parents must precede their children."""
   depths = np.zeros(len(parents), np.int64)
@@ -110,7 +111,7 @@ def build_tree(
   while heap and len(tokens) <= budget:
     negated_score, path, parent = heapq.heappop(heap)
     node = len(tokens)
-    tokens.append(ranked[len(path) - 1, path[-1]])
+    tokens.append(int(ranked[len(path) - 1, path[-1]]))
     parents.append(parent)
     scores.append(-negated_score)
     offer((*path[:-1], path[-1] + 1), parent)
@@ -130,7 +131,7 @@ def chain_tree(log_probs: np.ndarray, root_token: int = -1) -> ReferenceTree:
 
 
 def walk(
-  tree: ReferenceTree, target_tokens: Sequence[int]
+  tree: ReferenceTree, target_tokens: Sequence[int] | np.ndarray
 ) -> tuple[list[int], int]:
   """Follows the target's own tokens from the root.
 

@@ -40,7 +40,7 @@ class Generation:
 
 
 def _prefill(
-  model: ReferenceModel, prompt: Sequence[int]
+  model: ReferenceModel, prompt: Sequence[int] | np.ndarray
 ) -> tuple[ForwardOutput, ListCache]:
   out = model.forward(prompt, range(len(prompt)))
   cache = ListCache(model.config)
@@ -49,7 +49,7 @@ def _prefill(
 
 
 def greedy(
-  model: ReferenceModel, prompt: Sequence[int], num_tokens: int
+  model: ReferenceModel, prompt: Sequence[int] | np.ndarray, num_tokens: int
 ) -> list[int]:
   """Returns the `num_tokens` greedy tokens after `prompt`, one a forward."""
   out, cache = _prefill(model, prompt)
@@ -64,7 +64,7 @@ def greedy(
 def _speculate(
   model: ReferenceModel,
   drafter: ReferenceDrafter,
-  prompt: Sequence[int],
+  prompt: Sequence[int] | np.ndarray,
   policy: TreePolicy,
   block_size: int,
   max_new_tokens: int,
@@ -95,7 +95,7 @@ def _speculate(
 def ddtree_generate(
   model: ReferenceModel,
   drafter: ReferenceDrafter,
-  prompt: Sequence[int],
+  prompt: Sequence[int] | np.ndarray,
   tree_budget: int,
   block_size: int,
   max_new_tokens: int,
@@ -124,7 +124,7 @@ def ddtree_generate(
 def chain_generate(
   model: ReferenceModel,
   drafter: ReferenceDrafter,
-  prompt: Sequence[int],
+  prompt: Sequence[int] | np.ndarray,
   block_size: int,
   max_new_tokens: int,
 ) -> Generation:

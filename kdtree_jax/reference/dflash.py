@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kdtree_jax.reference import layers as ops
+from kdtree_jax.reference.layers import Config
 from kdtree_jax.reference.model import ReferenceModel
 
 
-def drafter_rope(config: Mapping) -> tuple[float, Mapping | None, float]:
+def drafter_rope(config: Config) -> tuple[float, Config | None, float]:
   """Returns theta, YaRN scaling or None, and the rotation's amplitude."""
   rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
   theta = rope.get('rope_theta') or config['rope_theta']
@@ -33,7 +34,7 @@ class ReferenceDrafter:
 
   def __init__(
     self,
-    config: Mapping,
+    config: Config,
     tensors: Mapping[str, np.ndarray],
     target: ReferenceModel,
   ):
@@ -69,10 +70,10 @@ class ReferenceDrafter:
     )
 
   def features(self, layers: Sequence[np.ndarray]) -> np.ndarray:
-    """Fuses the target's states of T tokens to features `[T, H]`.
+    """Fuses the target's states of T tokens to features `[T, M]`.
 
     Args:
-      layers: the residual stream after every target layer, each `[T, H]`.
+      layers: the residual stream after every target layer, each `[T, M]`.
     """
     taps = [layers[layer] for layer in self.target_layer_ids]
     fused = self._linear(np.concatenate(taps, axis=-1), 'fc')
@@ -115,7 +116,7 @@ class ReferenceDrafter:
     return ops.linear(x, self._tensors[name + '.weight'], bias)
 
   def _heads(self, x: np.ndarray, name: str) -> np.ndarray:
-    """Projects `x [T, H]` to heads `[T, n, head_dim]`."""
+    """Projects `x [T, M]` to heads `[T, n, head_dim]`."""
     projected = self._linear(x, name, self.config['attention_bias'])
     return projected.reshape(len(x), -1, self.config['head_dim'])
 

@@ -5,8 +5,12 @@ Every function works on the last axes and knows nothing of models.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+
+# Fields of a Hugging Face config, or of its rope_scaling.
+Config = Mapping[str, Any]
 
 
 def linear(
@@ -58,7 +62,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def swiglu(
   x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray
 ) -> np.ndarray:
-  """`down(silu(gate x) * up x)`; `gate`, `up` are `[I, H]`, `down [H, I]`."""
+  """`down(silu(gate x) * up x)`; `gate`, `up` are `[I, M]`, `down [M, I]`."""
   gated = linear(x, gate)
   return linear(gated * sigmoid(gated) * linear(x, up), down)
 
@@ -69,7 +73,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def inverse_frequencies(
-  dim: int, theta: float, scaling: Mapping | None
+  dim: int, theta: float, scaling: Config | None
 ) -> np.ndarray:
   """Rotation frequencies of RoPE, blended by YaRN where `scaling` is given.
 
@@ -104,7 +108,7 @@ def inverse_frequencies(
   return (slowed * ramp + frequencies * (1 - ramp)).astype(np.float32)
 
 
-def rope_amplitude(scaling: Mapping | None) -> float:
+def rope_amplitude(scaling: Config | None) -> float:
   """Factor on the cosines and sines; 1 without YaRN."""
   if scaling is None:
     return 1.0

@@ -7,12 +7,14 @@ projections: same algebra, different code, hence a useful witness.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kdtree_jax.reference import layers as ops
 from kdtree_jax.reference.cache import ListCache, Rows
+from kdtree_jax.reference.layers import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,7 @@ class ForwardOutput:
 
   Attributes:
     logits: float32 `[T, V]`.
-    layers: the residual stream after every layer, each float32 `[T, H]`.
+    layers: the residual stream after every layer, each float32 `[T, M]`.
     rows: the cache rows of the T tokens, for every layer `(latent [T, R],
       k_rope [T, P])`; the latent is normed, k_rope is rotated and in the
       checkpoint's own layout.
@@ -32,7 +34,7 @@ class ForwardOutput:
   rows: list[Rows]
 
 
-def is_sparse(config: Mapping, layer: int) -> bool:
+def is_sparse(config: Config, layer: int) -> bool:
   """Tells whether `layer` is a mixture of experts."""
   if not config['n_routed_experts']:
     return False
@@ -50,7 +52,7 @@ def top_indices(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def route(
-  config: Mapping, logits: np.ndarray, bias: np.ndarray | None
+  config: Config, logits: np.ndarray, bias: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
   """Chooses the experts of every token.
 
@@ -89,7 +91,7 @@ def route(
 class ReferenceModel:
   """A decoder of the DeepSeek-V2/V3 family, batch of one, float32."""
 
-  def __init__(self, config: Mapping, tensors: Mapping[str, np.ndarray]):
+  def __init__(self, config: Config, tensors: Mapping[str, np.ndarray]):
     """Copies the weights to float32.
 
     Args:
@@ -113,20 +115,20 @@ class ReferenceModel:
       mscale = ops.yarn_mscale(scaling['factor'], all_dim)
       self._softmax_scale *= mscale**2
 
-  def embed(self, tokens: Sequence[int]) -> np.ndarray:
-    """Returns the embeddings of `tokens [T]`, float32 `[T, H]`."""
+  def embed(self, tokens: ArrayLike) -> np.ndarray:
+    """Returns the embeddings of `tokens [T]`, float32 `[T, M]`."""
     return self.tensors['model.embed_tokens.weight'][np.asarray(tokens)]
 
   def head(self, hidden: np.ndarray) -> np.ndarray:
-    """Maps normed states `[T, H]` to logits `[T, V]`."""
+    """Maps normed states `[T, M]` to logits `[T, V]`."""
     tied = self.config['tie_word_embeddings']
     name = 'model.embed_tokens.weight' if tied else 'lm_head.weight'
     return ops.linear(hidden, self.tensors[name])
 
   def forward(
     self,
-    tokens: Sequence[int],
-    positions: Sequence[int],
+    tokens: ArrayLike,
+    positions: ArrayLike,
     cache: ListCache | None = None,
     visible: np.ndarray | None = None,
   ) -> ForwardOutput:
@@ -142,12 +144,12 @@ class ReferenceModel:
     Returns:
       A `ForwardOutput`.
     """
-    positions = np.asarray(positions)
+    places = np.asarray(positions)
     if cache is None:
       cache = ListCache(self.config)
     if visible is None:
-      visible = np.tri(len(positions), dtype=bool)
-    before = np.ones((len(positions), len(cache)), bool)
+      visible = np.tri(len(places), dtype=bool)
+    before = np.ones((len(places), len(cache)), bool)
     visible = np.concatenate([before, visible], axis=1)
 
     hidden = self.embed(tokens)
@@ -156,7 +158,7 @@ class ReferenceModel:
       prefix = f'model.layers.{layer}.'
       x = self._norm(hidden, prefix + 'input_layernorm')
       attended, new = self._attention(
-        x, positions, cache[layer], visible, prefix + 'self_attn.'
+        x, places, cache[layer], visible, prefix + 'self_attn.'
       )
       hidden = hidden + attended
       x = self._norm(hidden, prefix + 'post_attention_layernorm')
@@ -212,10 +214,10 @@ class ReferenceModel:
     visible: np.ndarray,
     prefix: str,
   ) -> tuple[np.ndarray, Rows]:
-    """Attends from `x [T, H]` to S cached and T new rows.
+    """Attends from `x [T, M]` to S cached and T new rows.
 
     `visible` is bool `[T, S + T]`. Returns the update of the residual
-    stream `[T, H]` and the new cache rows.
+    stream `[T, M]` and the new cache rows.
     """
     config = self.config
     q_nope, q_rope = self._queries(x, positions, prefix)

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from kdtree_jax.reference.decode import greedy
+from kdtree_jax.reference.layers import Config
 from kdtree_jax.reference.model import ReferenceModel, is_sparse
 
 # Standard deviations, in units of 1 / sqrt(fan_in) for matrices. Residual
@@ -20,10 +21,10 @@ _NORM_NOISE = 0.1
 _BIAS_STD = 0.05
 
 
-def tensor_shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
   """Lists every tensor of a checkpoint, Hugging Face name to shape."""
   hidden, vocab = config['hidden_size'], config['vocab_size']
-  shapes = {
+  shapes: dict[str, tuple[int, ...]] = {
     'model.embed_tokens.weight': (vocab, hidden),
     'model.norm.weight': (hidden,),
   }
@@ -43,14 +44,14 @@ def tensor_shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_shapes(
-  config: Mapping, prefix: str
+  config: Config, prefix: str
 ) -> dict[str, tuple[int, ...]]:
   hidden, heads = config['hidden_size'], config['num_attention_heads']
   nope, rope = config['qk_nope_head_dim'], config['qk_rope_head_dim']
   q_rank, kv_rank = config['q_lora_rank'], config['kv_lora_rank']
   v_dim, biased = config['v_head_dim'], config['attention_bias']
   compressed = 'kv_a_proj_with_mqa'
-  shapes = {
+  shapes: dict[str, tuple[int, ...]] = {
     f'{compressed}.weight': (kv_rank + rope, hidden),
     'kv_a_layernorm.weight': (kv_rank,),
     'kv_b_proj.weight': (heads * (nope + v_dim), kv_rank),
@@ -68,10 +69,12 @@ def _attention_shapes(
   return {prefix + name: shape for name, shape in shapes.items()}
 
 
-def _moe_shapes(config: Mapping, prefix: str) -> dict[str, tuple[int, ...]]:
+def _moe_shapes(config: Config, prefix: str) -> dict[str, tuple[int, ...]]:
   hidden, experts = config['hidden_size'], config['n_routed_experts']
   width, shared = config['moe_intermediate_size'], config['n_shared_experts']
-  shapes = {prefix + 'gate.weight': (experts, hidden)}
+  shapes: dict[str, tuple[int, ...]] = {
+    prefix + 'gate.weight': (experts, hidden)
+  }
   if config['topk_method'] == 'noaux_tc':
     shapes[prefix + 'gate.e_score_correction_bias'] = (experts,)
   for expert in range(experts):
@@ -91,7 +94,7 @@ def _swiglu_shapes(
   }
 
 
-def _embedding_std(config: Mapping) -> float:
+def _embedding_std(config: Config) -> float:
   # A tied embedding is the head too. As strong as a separate one it would
   # make every token predict itself.
   if config['tie_word_embeddings']:
@@ -109,7 +112,7 @@ def _gain(name: str) -> float:
   return _MATRIX_GAIN
 
 
-def random_tensors(config: Mapping, seed: int) -> dict[str, np.ndarray]:
+def random_tensors(config: Config, seed: int) -> dict[str, np.ndarray]:
   """Draws a whole checkpoint, experts one by one.
 
   Args:
@@ -139,7 +142,7 @@ def random_tensors(config: Mapping, seed: int) -> dict[str, np.ndarray]:
 
 
 def make_golden(
-  config: Mapping,
+  config: Config,
   tensors: Mapping[str, np.ndarray],
   prompt_length: int,
   num_tokens: int,
@@ -156,7 +159,7 @@ def make_golden(
 
   Returns:
     `prompt` int32 `[P]`, `ar_tokens` int32 `[n]`, and over the prompt
-    `layers` float32 `[num_layers, P, H]`, the residual stream after every
+    `layers` float32 `[num_layers, P, M]`, the residual stream after every
     layer, and `logits` float32 `[P, V]`.
   """
   model = ReferenceModel(config, tensors)

@@ -1,66 +1,51 @@
 """How a model is trained, as one frozen value in `configs/`."""
 
 import dataclasses
-import importlib
 import math
-from typing import Any
+from collections.abc import Callable
 
-from kdtree_jax.config import ModelConfig, config_names, load_config
 from kdtree_jax.decode.sampling import SamplingConfig
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import one_line
+from kdtree_jax.schema import check_types
 
-# What a value must be: its type, a test, and what a message says otherwise.
-_COUNT = (int, lambda x: 1 <= x < 2**31, 'is not in 1..2147483647')
-_FROM_0 = (float, lambda x: 0 <= x < math.inf, 'is below 0 or not finite')
-_POSITIVE = (float, lambda x: 0 < x < math.inf, 'is not positive and finite')
-_DECAY = (float, lambda x: 0 <= x < 1, 'is not in 0..1, without 1')
-_LAYER = (int, lambda x: 0 <= x < 2**31, 'is not in 0..2147483647')
-_RULES = {
+# The range of a value: a test, and what a message says otherwise.
+Range = tuple[Callable[[float], bool], str]
+_COUNT: Range = (lambda x: x >= 1, 'is below 1')
+_FROM_0: Range = (lambda x: 0 <= x < math.inf, 'is below 0 or not finite')
+_POSITIVE: Range = (lambda x: 0 < x < math.inf, 'is not positive and finite')
+_DECAY: Range = (lambda x: 0 <= x < 1, 'is not in 0..1, without 1')
+_RANGES: dict[str, Range] = {
   **dict.fromkeys(
     'steps batch_size sequence_length log_every validate_every '
     'validation_sequences checkpoint_every'.split(),
     _COUNT,
   ),
-  'warmup_steps': _LAYER,
-  'seed': (int, lambda x: 0 <= x < 2**32, 'is not in 0..4294967295'),
   **dict.fromkeys(('learning_rate', 'clip_norm'), _POSITIVE),
   **dict.fromkeys(
-    ('final_learning_rate', 'weight_decay', 'router_bias_step'), _FROM_0
+    'final_learning_rate weight_decay router_bias_step seed'.split(), _FROM_0
   ),
   **dict.fromkeys(('beta1', 'beta2'), _DECAY),
 }
-_DRAFTER_RULES = {
+_DRAFTER_RANGES: dict[str, Range] = {
   **dict.fromkeys(
     'num_hidden_layers num_attention_heads num_key_value_heads head_dim '
     'intermediate_size block_size anchors rollout_tokens'.split(),
     _COUNT,
   ),
-  'rollouts': (int, lambda x: 0 <= x <= 1 << 30, 'is not in 0..1073741824'),
-  'validation_rollouts': (
-    *(int, lambda x: 1 <= x <= 1 << 20),
-    'is not in 1..1048576',
-  ),
+  'rollouts': (lambda x: 0 <= x <= 1 << 30, 'is not in 0..1073741824'),
+  'validation_rollouts': (lambda x: 1 <= x <= 1 << 20, 'is not in 1..1048576'),
   'gamma': _POSITIVE,
   'prefix_power': _FROM_0,
-  'hard_weight': (float, lambda x: 0 <= x <= 1, 'is not in 0..1'),
-  'rollout_share': (float, lambda x: 0 <= x <= 0.99, 'is not in 0..0.99'),
+  'hard_weight': (lambda x: 0 <= x <= 1, 'is not in 0..1'),
+  'rollout_share': (lambda x: 0 <= x <= 0.99, 'is not in 0..0.99'),
 }
 
 
-def _check(name: str, value: Any, rule: tuple[type, Any, str]) -> None:
-  """Refuses a value of another type, or out of range; True is no number."""
-  kind, holds, otherwise = rule
-  if type(value) is not int and type(value) is not kind:
-    what = 'an integer' if kind is int else 'a number'
-    raise UserError(f'recipe: {name}={value!r} is not {what}')
-  if not holds(value):
-    raise UserError(f'recipe: {name}={value} {otherwise}')
-
-
-def _check_row(name: str, value: Any) -> None:
-  if not isinstance(value, tuple):
-    raise UserError(f'recipe: {name}={value!r} is not a tuple')
+def _check_ranges(recipe: 'TrainRecipe', ranges: dict[str, Range]) -> None:
+  for name, (holds, otherwise) in ranges.items():
+    value = getattr(recipe, name)
+    if not holds(value):
+      raise UserError(f'recipe: {name}={value} {otherwise}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +95,8 @@ class TrainRecipe:
   checkpoint_every: int = 1000
 
   def __post_init__(self):
-    for name, rule in _RULES.items():
-      _check(name, getattr(self, name), rule)
+    check_types(self)
+    _check_ranges(self, _RANGES)
     if self.final_learning_rate > self.learning_rate:
       raise UserError(
         f'recipe: final_learning_rate={self.final_learning_rate} exceeds '
@@ -124,7 +109,7 @@ class TrainRecipe:
       )
     if self.compute_dtype not in ('float32', 'bfloat16'):
       raise UserError(
-        f'recipe: compute_dtype={self.compute_dtype} is neither float32 nor '
+        f'recipe: compute_dtype={self.compute_dtype!r} is neither float32 nor '
         'bfloat16'
       )
 
@@ -193,8 +178,7 @@ class DrafterRecipe(TrainRecipe):
 
   def __post_init__(self):
     super().__post_init__()
-    for name, rule in _DRAFTER_RULES.items():
-      _check(name, getattr(self, name), rule)
+    _check_ranges(self, _DRAFTER_RANGES)
     for name, least, most in (
       ('anchors', 1, self.sequence_length),
       ('block_size', 2, self.sequence_length),
@@ -217,20 +201,20 @@ class DrafterRecipe(TrainRecipe):
   def _check_taps(self) -> None:
     if self.target_layer_ids is None:
       return
-    _check_row('target_layer_ids', self.target_layer_ids)
     if not self.target_layer_ids:
       raise UserError('recipe: target_layer_ids is empty')
-    for layer in self.target_layer_ids:
-      _check('target_layer_ids', layer, _LAYER)
+    if min(self.target_layer_ids) < 0:
+      raise UserError(
+        f'recipe: target_layer_ids={self.target_layer_ids} holds a layer below '
+        '0'
+      )
 
   def _check_rollouts(self) -> None:
-    _check_row('prompt_tokens', self.prompt_tokens)
-    _check_row('temperatures', self.temperatures)
     if not self.prompt_tokens:
       raise UserError('recipe: prompt_tokens is empty')
     most = self.sequence_length - self.rollout_tokens
     for tokens in self.prompt_tokens:
-      if type(tokens) is not int or not 1 <= tokens <= most:
+      if not 1 <= tokens <= most:
         raise UserError(
           f'recipe: prompt_tokens={tokens} and rollout_tokens='
           f'{self.rollout_tokens} do not fit sequence_length='
@@ -239,53 +223,7 @@ class DrafterRecipe(TrainRecipe):
     if self.rollouts and not self.temperatures:
       raise UserError('recipe: temperatures is empty')
     for temperature in self.temperatures:
-      _check('temperatures', temperature, _FROM_0)
       try:
         SamplingConfig(temperature=temperature)
       except UserError as e:
         raise UserError(f'recipe: temperatures: {e}') from e
-
-
-def recipe_names(attribute: str = 'RECIPE') -> tuple[str, ...]:
-  """The files in `configs/` that hold a recipe under this name."""
-  return tuple(
-    name for name in config_names() if hasattr(_module(name), attribute)
-  )
-
-
-def load_recipe(
-  name: str, attribute: str = 'RECIPE'
-) -> tuple[ModelConfig, Any]:
-  """`CONFIG` and a recipe of `configs/<name>.py`.
-
-  Args:
-    name: of the file.
-    attribute: `RECIPE` is the target's; a drafter's has another name.
-
-  Raises:
-    UserError: no such file, it cannot be imported, or it holds no such recipe.
-  """
-  if name in config_names():
-    try:
-      _module(name)
-    except Exception as e:  # the file is a user's code
-      what = '' if isinstance(e, UserError) else f'{type(e).__name__}: '
-      raise UserError(f'configs/{name}.py: {what}{one_line(e)}') from e
-  config = load_config(name)
-  recipe = getattr(_module(name), attribute, None)
-  if recipe is None:
-    known = ', '.join(recipe_names(attribute))
-    raise UserError(
-      f'configs/{name}.py has no {attribute}; files that have one: {known}'
-    )
-  kind = TrainRecipe if attribute == 'RECIPE' else DrafterRecipe
-  if type(recipe) is not kind:
-    raise UserError(
-      f'configs/{name}.py: {attribute} is a {type(recipe).__name__}, not a '
-      f'{kind.__name__}'
-    )
-  return config, recipe
-
-
-def _module(name: str):
-  return importlib.import_module(f'configs.{name}')

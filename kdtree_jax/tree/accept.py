@@ -1,36 +1,35 @@
 """From the target's tokens at the nodes to what is committed."""
 
 import flax.struct
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
 
 from kdtree_jax.tree.draft_tree import DraftTree
 from pallas_kernels.tree_accept.api import tree_accept
 
 
-@flax.struct.dataclass
-class Acceptance:
+class Acceptance(flax.struct.PyTreeNode):
   """One round's outcome; W = draft depth + 1.
 
   Attributes:
-    path: `[B, W]` int32 node indices, the root first; entries from
-      `acceptance_length` on repeat an accepted node.
-    tokens: `[B, W]` int32: the tokens that follow the root, in order: the
-      accepted ones, then the next root. Later entries are meaningless.
-    acceptance_length: `[B]` int32, 1..W: tokens committed, the root included.
-    stopped: `[B]` bool: the last committed token is a stop token.
+    path: node indices, the root first; entries from `acceptance_length` on
+      repeat an accepted node.
+    tokens: the tokens that follow the root, in order: the accepted ones, then
+      the next root. Later entries are meaningless.
+    acceptance_length: 1..W: tokens committed, the root included.
+    stopped: the last committed token is a stop token.
   """
 
-  path: jax.Array
-  tokens: jax.Array
-  acceptance_length: jax.Array
-  stopped: jax.Array
+  path: Int32[Array, 'B W']
+  tokens: Int32[Array, 'B W']
+  acceptance_length: Int32[Array, ' B']
+  stopped: Bool[Array, ' B']
 
 
 def accept(
   tree: DraftTree,
-  target_tokens: jax.Array,
-  stop_ids: jax.Array,
+  target_tokens: Int32[Array, 'B N'],
+  stop_ids: Int32[Array, ' stops'],
   *,
   max_depth: int,
   implementation: str | None = None,
@@ -41,8 +40,8 @@ def accept(
 
   Args:
     tree: the verified tree.
-    target_tokens: `[B, N]` int32, the target's own choice after each node.
-    stop_ids: `[K]` int32; -1 matches nothing.
+    target_tokens: the target's own choice after each node.
+    stop_ids: -1 matches nothing.
     max_depth: the deepest node that can exist.
     implementation: of the `tree_accept` op.
   """

@@ -7,44 +7,44 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 ROOT_INDEX = 0
 NO_PARENT = -1
 
 
-@flax.struct.dataclass
-class DraftTree:
+class DraftTree(flax.struct.PyTreeNode):
   """N = 1 + tree_budget slots a row; the root is node 0, `parents[i] < i`.
 
   Slots from `num_nodes` on are padding: no parent, no child, and no bit in
   any row of `ancestors`, their own included.
 
   Attributes:
-    tokens: `[B, N]` int32.
-    parents: `[B, N]` int32; NO_PARENT for the root and for padding.
-    depths: `[B, N]` int32; 0 for the root and for padding.
-    scores: `[B, N]` float32, sum of log q along the path; -inf for padding.
-    num_nodes: `[B]` int32, the root included.
-    ancestors: `[B, N, ceil(N / 32)]` uint32; bit j % 32 of word j // 32 in
-      row i says that j is i or an ancestor of i.
+    tokens: of the nodes.
+    parents: their indices; NO_PARENT for the root and for padding.
+    depths: 0 for the root and for padding.
+    scores: sum of log q along the path; -inf for padding.
+    num_nodes: the root included.
+    ancestors: bit j % 32 of word j // 32 in row i says that j is i or an
+      ancestor of i.
   """
 
-  tokens: jax.Array
-  parents: jax.Array
-  depths: jax.Array
-  scores: jax.Array
-  num_nodes: jax.Array
-  ancestors: jax.Array
+  tokens: Int32[Array, 'B N']
+  parents: Int32[Array, 'B N']
+  depths: Int32[Array, 'B N']
+  scores: Float32[Array, 'B N']
+  num_nodes: Int32[Array, ' B']
+  ancestors: UInt32[Array, 'B N words']
 
   @property
-  def valid(self) -> jax.Array:
-    """`[B, N]` bool: the slots that hold nodes."""
+  def valid(self) -> Bool[Array, 'B N']:
+    """The slots that hold nodes."""
     slots = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
     return slots[None, :] < self.num_nodes[:, None]
 
 
-def root_only(root: jax.Array) -> DraftTree:
-  """The empty tree of autoregressive decoding; `root [B]` int32."""
+def root_only(root: Int32[Array, ' B']) -> DraftTree:
+  """The empty tree of autoregressive decoding."""
   zeros = jnp.zeros((root.shape[0], 1), jnp.int32)
   return DraftTree(
     tokens=root[:, None],

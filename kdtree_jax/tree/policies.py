@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
 
 from kdtree_jax.registry import register
 from kdtree_jax.tree.draft_tree import NO_PARENT, DraftTree, root_only
@@ -17,16 +18,16 @@ TreePolicy = Callable[[jax.Array, jax.Array, int, str | None], DraftTree]
 
 @register('tree_policy', 'best_first')
 def best_first(
-  logits: jax.Array,
-  root: jax.Array,
+  logits: Float[Array, 'B D V'],
+  root: Int32[Array, ' B'],
   tree_budget: int,
   implementation: str | None = None,
 ) -> DraftTree:
   """The `tree_budget` most probable prefixes under the drafter (DDTree).
 
   Args:
-    logits: `[B, D, V]`, the drafter's, for the D positions after the root.
-    root: `[B]` int32.
+    logits: the drafter's, for the D positions after the root.
+    root: the roots' tokens.
     tree_budget: nodes, the root not counted.
     implementation: of the `tree_build` op.
   """
@@ -38,8 +39,8 @@ def best_first(
 
 @register('tree_policy', 'chain')
 def chain(
-  logits: jax.Array,
-  root: jax.Array,
+  logits: Float[Array, 'B D V'],
+  root: Int32[Array, ' B'],
   tree_budget: int,
   implementation: str | None = None,
 ) -> DraftTree:
@@ -87,7 +88,7 @@ def chain(
   return _pad(tree, 1 + tree_budget)
 
 
-def seed_chain(tree: DraftTree, logits: jax.Array) -> DraftTree:
+def seed_chain(tree: DraftTree, logits: Float[Array, 'B D V']) -> DraftTree:
   """Makes room for the whole rank-0 chain in a tree of the same size.
 
   Under noisy drafts a best-first tree may cut its spine short. The result is
@@ -96,7 +97,7 @@ def seed_chain(tree: DraftTree, logits: jax.Array) -> DraftTree:
 
   Args:
     tree: with its nodes in order of score.
-    logits: `[B, D, V]` that it was grown from.
+    logits: what it was grown from.
   """
   slots = tree.tokens.shape[1]
   depth = min(logits.shape[1], slots - 1)
@@ -138,8 +139,10 @@ def seed_chain(tree: DraftTree, logits: jax.Array) -> DraftTree:
   )
 
 
-def _on_chain(tree: DraftTree, spine: DraftTree, depth: int) -> jax.Array:
-  """`[B, N]` bool: nodes of `tree` whose path is a prefix of the chain's."""
+def _on_chain(
+  tree: DraftTree, spine: DraftTree, depth: int
+) -> Bool[Array, 'B N']:
+  """The nodes of `tree` whose path is a prefix of the chain's."""
   at_depth = jnp.take_along_axis(spine.tokens, tree.depths, axis=1)
   matches = tree.valid & (tree.tokens == at_depth)
   on = matches & (tree.depths == 0)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from kdtree_jax.benchmark import scale_up, traffic
-from kdtree_jax.config import load_config
 from kdtree_jax.model import abstract_params
+from kdtree_jax.named_configs import load_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 

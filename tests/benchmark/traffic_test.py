@@ -11,10 +11,11 @@ import pytest
 from kdtree_jax import api
 from kdtree_jax.benchmark import report, traffic
 from kdtree_jax.benchmark.sweep import Step
-from kdtree_jax.config import ModelConfig, load_config
+from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.model import abstract_params
 from kdtree_jax.model.random_params import random_params
+from kdtree_jax.named_configs import load_config
 
 CONFIG = ModelConfig(
   vocab_size=11,

@@ -9,12 +9,13 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_kernels
-from kdtree_jax.config import DecodeConfig, load_config
+from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import Engine, init_state
 from kdtree_jax.decode.generate import decode_loop
 from kdtree_jax.decode.round import draft, prefill
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.model import abstract_params
+from kdtree_jax.named_configs import load_config
 from pallas_kernels import _dispatch
 
 HOPPER = AbstractMesh(

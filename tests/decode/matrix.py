@@ -4,7 +4,7 @@ import itertools
 from typing import NamedTuple
 
 from kdtree_jax import registry
-from kdtree_jax.config import config_names
+from kdtree_jax.named_configs import config_names
 from tests import support
 
 

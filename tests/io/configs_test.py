@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax.config import config_names, load_config
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import (
   Extras,
@@ -20,6 +19,7 @@ from kdtree_jax.io.tensors import ITEM_BYTES
 from kdtree_jax.model.rope import amplitude, inverse_frequencies
 from kdtree_jax.model.transformer import abstract_params
 from kdtree_jax.modes.make_bundle import make_bundle
+from kdtree_jax.named_configs import config_names, load_config
 from tests import support
 
 # Billions of parameters, multi-token layers left out, as their authors count;

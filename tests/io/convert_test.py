@@ -10,7 +10,6 @@ import pytest
 import safetensors.numpy
 
 from kdtree_jax import api
-from kdtree_jax.config import config_names, load_config
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import export
 from kdtree_jax.io.convert import read_checkpoint
@@ -19,6 +18,7 @@ from kdtree_jax.io.kdtr import read_bundle, write_bundle
 from kdtree_jax.io.tensors import SafetensorsSource
 from kdtree_jax.modes import convert
 from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.named_configs import config_names, load_config
 from tests import support
 from tests.io import fixtures
 from tests.io.huggingface_test import fuse

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax.config import load_config
 from kdtree_jax.model.moe import rules
+from kdtree_jax.named_configs import load_config
 from kdtree_jax.reference import model as reference_model
 from pallas_kernels.expert_router.api import route
 

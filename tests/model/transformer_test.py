@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from kdtree_jax import generation
-from kdtree_jax.config import DecodeConfig, config_names, load_config
+from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import Engine, init_state
 from kdtree_jax.decode.round import prefill
 from kdtree_jax.model import Transformer, init_cache
+from kdtree_jax.named_configs import config_names, load_config
 from tests import support
 
 TOLERANCE = 5e-5

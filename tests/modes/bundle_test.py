@@ -123,6 +123,6 @@ def test_variants_differ_in_every_dimension():
 
 
 def read_config(name):
-  from kdtree_jax.config import load_config
+  from kdtree_jax.named_configs import load_config
 
   return load_config(name)

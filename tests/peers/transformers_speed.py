@@ -31,7 +31,7 @@ package = types.ModuleType('kdtree_jax')
 package.__path__ = [str(ROOT / 'kdtree_jax')]
 sys.modules['kdtree_jax'] = package
 
-from kdtree_jax.config import load_config  # noqa: E402
+from kdtree_jax.named_configs import load_config  # noqa: E402
 
 SHORT, LONG, REPETITIONS = 4, 36, 3
 # What is left undone after so many seconds is said to be.

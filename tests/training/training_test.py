@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from kdtree_jax import api
-from kdtree_jax.config import ModelConfig, load_config
+from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.kdtr import read_bundle
 from kdtree_jax.model import Transformer, init_cache
 from kdtree_jax.modes import train_target
+from kdtree_jax.named_configs import load_config, load_recipe
 from kdtree_jax.training.build import build_corpus
 from kdtree_jax.training.checkpoints import METRICS, Run
 from kdtree_jax.training.corpus import read_corpus
 from kdtree_jax.training.loop import Data, fit
 from kdtree_jax.training.packing import gather_windows, pack, window_starts
-from kdtree_jax.training.recipe import TrainRecipe, load_recipe
+from kdtree_jax.training.recipe import TrainRecipe
 from kdtree_jax.training.target import (
   BIAS,
   TargetTask,

@@ -69,7 +69,9 @@ def test_random_trees_against_the_reference_walk():
     tokens=jnp.asarray(tokens),
     parents=jnp.asarray(parents),
     depths=jnp.asarray(depths),
+    scores=jnp.zeros((batch, n)),
     num_nodes=jnp.asarray(count),
+    ancestors=jnp.zeros((batch, n, 1), jnp.uint32),
   )
   result = accept(
     tree, jnp.asarray(target), jnp.array([-1], jnp.int32), max_depth=n - 1

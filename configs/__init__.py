@@ -1,1 +1,0 @@
-"""One frozen config a file; found by file name, imported on demand."""

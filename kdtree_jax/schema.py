@@ -1,0 +1,128 @@
+"""The one judge of the types of fields, in dataclasses and in JSON.
+
+`problem` compares a value with the annotation of its field. `check_types` does
+so for a dataclass that is being made, whoever makes it, and `from_json` makes
+one from a JSON object. `io/fields.py` reads foreign JSON with the same judge.
+"""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from kdtree_jax.errors import UserError, show
+
+# No dimension, count or token id comes near this; sizes multiply safely.
+MAX_INT = 2**31 - 1
+MAX_FLOAT = 1e30
+_WORDS = {
+  int: 'an integer',
+  float: 'a number',
+  bool: 'true or false',
+  str: 'a string',
+  dict: 'a JSON object',
+}
+
+
+class _Dataclass(Protocol):
+  """What every dataclass has."""
+
+  __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+def problem(value: Any, kind: Any) -> str | None:
+  """What keeps a value from being of a type; None if nothing does.
+
+  Types are exact, as in JSON: True is no integer. An integer is a number too.
+
+  Args:
+    value: of a field.
+    kind: its annotation: a class, `tuple[kind, ...]` or `kind | None`.
+
+  Returns:
+    A phrase that follows the value, as in 'not an integer'.
+  """
+  if isinstance(kind, types.UnionType):
+    if value is None:
+      return None
+    (kind,) = (k for k in typing.get_args(kind) if k is not types.NoneType)
+  if typing.get_origin(kind) is tuple:
+    if type(value) is not tuple:
+      return 'not a list'
+    kind = typing.get_args(kind)[0]
+    for item in value:
+      if problem(item, kind) is not None:
+        return f'a list that holds {show(item)}, no {kind.__name__}'
+    return None
+  if type(value) is not kind and (kind, type(value)) != (float, int):
+    return f'not {_WORDS.get(kind, kind.__name__)}'
+  if kind is int and abs(value) > MAX_INT:
+    return f'not in {-MAX_INT}..{MAX_INT}'
+  if kind is float and not abs(value) <= MAX_FLOAT:
+    return 'out of range'
+  return None
+
+
+@functools.cache
+def _annotations(cls: type) -> dict[str, Any]:
+  return typing.get_type_hints(cls)
+
+
+def check_types(value: Any) -> None:
+  """Checks every field of a dataclass; its `__post_init__` begins with this.
+
+  What other libraries call a number or a list becomes Python's own first, so
+  that equal configs are equal and can be written as JSON.
+
+  Raises:
+    UserError: the name of the first field that is not of its type.
+  """
+  for name, kind in _annotations(type(value)).items():
+    field = _plain(getattr(value, name))
+    if why := problem(field, kind):
+      where = f'{type(value).__name__}: {name}'
+      raise UserError(f'{where}={show(getattr(value, name))} is {why}')
+    object.__setattr__(value, name, field)
+
+
+def _plain(value: Any) -> Any:
+  """An array as numbers of Python, a list as a tuple."""
+  if hasattr(value, '__array__'):
+    value = np.asarray(value).tolist()
+  return tuple(value) if isinstance(value, list) else value
+
+
+def from_json[T: _Dataclass](cls: type[T], raw: Any) -> T:
+  """The dataclass whose `asdict` was written as this JSON object.
+
+  Args:
+    cls: a dataclass that calls `check_types`.
+    raw: the parsed JSON.
+
+  Raises:
+    UserError: no object, or an unknown, missing or ill-typed field, by name.
+  """
+  where = cls.__name__
+  if not isinstance(raw, Mapping):
+    raise UserError(f'{where}: {show(raw)} is not a JSON object')
+  fields = {field.name: field for field in dataclasses.fields(cls)}
+  for key in raw:
+    if key not in fields:
+      raise UserError(f'{where}: unknown field {show(key)}')
+  for name, field in fields.items():
+    if name not in raw and field.default is dataclasses.MISSING:
+      raise UserError(f'{where}: {name} is missing')
+  kinds = _annotations(cls)
+  return cls(**{key: _from_json(raw[key], kinds[key]) for key in raw})
+
+
+def _from_json(value: Any, kind: Any) -> Any:
+  """An object as the dataclass that belongs there."""
+  for option in (kind, *typing.get_args(kind)):
+    if dataclasses.is_dataclass(option) and value is not None:
+      return from_json(option, value)
+  return value
