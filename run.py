@@ -23,7 +23,8 @@ python run.py --mode=convert --target=DIR --output=FILE.kdtr
     A checkpoint folder in the Hugging Face layout to a bundle, or back, its
     tokenizer included; with --drafter in place of --target a drafter alone.
 
-python run.py --mode=make_corpus --corpus_sources=DIR,DIR --output=DIR
+python run.py --mode=make_corpus --corpus_sources=DIR --corpus_sources=DIR
+    --output=DIR
     Python sources and documentation as a tokenizer and token streams.
 
 python run.py --mode=train_target --corpus=DIR --recipe=NAME --output=DIR
@@ -58,7 +59,8 @@ from kdtree_jax.api import WEIGHTS
 from kdtree_jax.decode.engine import KERNELS
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import MODES
-from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.modes.ending import exit_status, fail
+from kdtree_jax.modes.run_config import RunConfig, check_paths
 from kdtree_jax.named_configs import config_names
 
 _STUBS = '|'.join(registry.names('drafter'))
@@ -120,18 +122,27 @@ flags.DEFINE_list(
 flags.DEFINE_string(
   'prompt',
   None,
-  "generate, audit: the prompt as text, for the checkpoint's tokenizer.",
+  "generate, audit: the prompt as text, for the checkpoint's tokenizer. "
+  'Special tokens that it spells out are those tokens, unless with --chat.',
 )
 flags.DEFINE_string(
   'prompts',
   None,
   'generate, audit, bench_acceptance: a JSONL file of prompts, a line '
-  '{"id", "prompt"} or {"id", "turns": [...]}; several turns need --chat.',
+  '{"id", "prompt"} or {"id", "turns": [...]}; several turns need --chat; - is '
+  'the standard input.',
 )
 flags.DEFINE_bool(
   'chat',
   None,
-  "generate, audit: put the prompt into the checkpoint's chat template.",
+  "generate, audit: put the prompt into the checkpoint's chat template; there "
+  'special tokens that it spells out are plain text.',
+)
+flags.DEFINE_bool(
+  'parse_special_in_messages',
+  None,
+  'generate, audit with --chat: special tokens that a message spells out are '
+  'those tokens, not text.',
 )
 flags.DEFINE_integer(
   'max_new_tokens',
@@ -191,10 +202,11 @@ flags.DEFINE_bool(
   None,
   "generate, bench_acceptance: do not stop at the checkpoint's stop ids.",
 )
-flags.DEFINE_list(
+flags.DEFINE_multi_string(
   'stop_strings',
   None,
-  'generate: text that ends the output, across token borders too; needs a '
+  'generate: text that ends the output, across token borders too, taken as it '
+  'is, blanks and commas included; give the flag once for each. Needs a '
   'tokenizer.',
 )
 flags.DEFINE_integer(
@@ -291,11 +303,12 @@ flags.DEFINE_integer(
   'generate, bench_acceptance: of the draws; prompt i has seed + i. Default: '
   '0. make_bundle: of weights and prompt. Default: from the variant name.',
 )
-flags.DEFINE_list(
+flags.DEFINE_multi_string(
   'corpus_sources',
   None,
-  'make_corpus: folders of sources: site-packages, the standard library, '
-  'unpacked source distributions. Only permissive licences are taken.',
+  'make_corpus: a folder of sources: site-packages, the standard library, '
+  'unpacked source distributions; give the flag once for each. Only permissive '
+  'licences are taken.',
 )
 flags.DEFINE_integer(
   'vocab_size', None, 'make_corpus: tokens of the BPE. Default: 4096.'
@@ -323,17 +336,6 @@ flags.DEFINE_integer(
 )
 
 
-_TOO_LARGE = (
-  'out of memory; lower --capacity, --batch_size, --tree_budget or '
-  '--prefill_chunk'
-)
-
-
-def _fail(message: str) -> int:
-  print(f'error: {" ".join(message.split())}', file=sys.stderr)
-  return 2
-
-
 # Flags of other engines that would need the history along every path.
 _NOT_PER_PATH = ('repetition_penalty', 'presence_penalty', 'frequency_penalty')
 
@@ -345,16 +347,16 @@ def parse_flags(argv: list[str]) -> list[str]:
   except flags.UnrecognizedFlagError as error:
     if error.flagname in _NOT_PER_PATH:
       sys.exit(
-        _fail(
+        fail(
           f'--{error.flagname} is not supported: it depends on the history '
           'along every path of the tree'
         )
       )
-    sys.exit(_fail(str(error)))
+    sys.exit(fail(str(error)))
   except flags.Error as error:
-    sys.exit(_fail(str(error)))
+    sys.exit(fail(str(error)))
   if len(rest) > 1:
-    sys.exit(_fail(f'unexpected argument {rest[1]!r}; flags begin with --'))
+    sys.exit(fail(f'unexpected argument {rest[1]!r}; flags begin with --'))
   return rest
 
 
@@ -401,29 +403,14 @@ def main(argv: list[str]) -> None:
   if not flags.FLAGS['verbosity'].present:
     # JAX reports at INFO every accelerator that it does not find.
     logging.set_verbosity(logging.WARNING)
-  try:
-    config = run_config()
-    keep_compiled_programs()
-    sys.exit(MODES[config.mode].run(config))
-  except UserError as error:
-    sys.exit(_fail(str(error)))
-  except ValueError as error:
-    # A kernel that was asked for by name says why it cannot run.
-    if not str(error).startswith('implementation:'):
-      raise
-    sys.exit(_fail(f'--kernels: {error}'))
-  except BrokenPipeError:
-    # A reader such as head has seen enough: no complaint, at exit neither.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)
-  except KeyboardInterrupt:
-    sys.exit(130)
-  except MemoryError:
-    sys.exit(_fail(_TOO_LARGE))
-  except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
-      raise
-    sys.exit(_fail(_TOO_LARGE))
+  sys.exit(exit_status(_run))
+
+
+def _run() -> int:
+  config = run_config()
+  check_paths(config)
+  keep_compiled_programs()
+  return MODES[config.mode].run(config)
 
 
 if __name__ == '__main__':

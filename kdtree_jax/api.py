@@ -21,6 +21,7 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface, kdtr
 from kdtree_jax.io.digests import short, weights_digest
 from kdtree_jax.io.export import read_extra
+from kdtree_jax.io.files import file_kind
 from kdtree_jax.io.tensors import MappingSource, SafetensorsSource
 from kdtree_jax.io.tokenizer import read_files
 from kdtree_jax.keys import Purpose, key_for
@@ -122,7 +123,7 @@ def load_target(
       config,
       params,
       jax_dtype,
-      config.eos_token_id,
+      huggingface.bundle_stop_ids(bundle, str(path)).ids,
       golden,
       bundle.tokenizer,
     )
@@ -231,7 +232,7 @@ def load_drafter(
     # Of a pair in one file it is the target's.
     recipe = bundle.recipe if bundle.target is None else {}
   else:
-    if not path.exists():
+    if file_kind(path) is None:
       known = ', '.join(registry.names('drafter'))
       raise UserError(f'drafter {name!r} is neither a path nor one of {known}')
     folder = _folder(path, 'drafter')
@@ -269,11 +270,11 @@ def _expanded(weights: str, dtype: str) -> Any:
 
 
 def _is_bundle(path: pathlib.Path) -> bool:
-  return path.suffix == '.kdtr' or path.is_file()
+  return path.suffix == '.kdtr' or file_kind(path) == 'file'
 
 
 def _folder(path: pathlib.Path, kind: str) -> pathlib.Path:
-  if not path.exists():
+  if file_kind(path) is None:
     raise UserError(f'{kind} {path}: no such file or folder')
   return path
 

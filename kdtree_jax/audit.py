@@ -26,6 +26,7 @@ from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
 from kdtree_jax.decode.engine import Params
+from kdtree_jax.decode.state import HostState, all_done
 from kdtree_jax.divergence import Divergence, Seen, judge
 from kdtree_jax.drafters.silent import SilentDrafter
 from kdtree_jax.errors import UserError
@@ -79,6 +80,15 @@ class AuditReport:
   failures: list[str]
 
 
+def check_room(prompt: Sequence[int], capacity: int) -> None:
+  """Refuses a prompt after which nothing can be decoded."""
+  if len(prompt) >= capacity:
+    raise UserError(
+      f'the prompt has {len(prompt)} tokens and the capacity is {capacity}: '
+      'nothing is left to decode'
+    )
+
+
 def audit(
   target: api.Target,
   drafter: api.LoadedDrafter,
@@ -102,11 +112,7 @@ def audit(
   api.check_pair(target, drafter)
   prompt = checks.integers(prompt_ids, 'prompt_ids')
   limit = fields.capacity or target.config.max_position_embeddings
-  if len(prompt) >= limit:
-    raise UserError(
-      f'the prompt has {len(prompt)} tokens and the capacity is {limit}: '
-      'nothing is left to decode'
-    )
+  check_room(prompt, limit)
   # The oracle's last round looks beyond the last token.
   longer = dataclasses.replace(
     fields, max_new_tokens=fields.further(drafter.block_size)
@@ -232,7 +238,7 @@ def _observe(run: generation.Run, programs: _Programs) -> Seen:
   fill, *steps = (program.result() for program in programs)
   step = drivers.round_step(run.engine, steps)
   state, rounds = fill(run.params, run.state), []
-  while not bool(state.done.all()):
+  while not all_done(state):
     state, logits, routing = step(run.params, state)
     rounds.append(_rows(logits, routing, _last_accepted(state)))
   return _seen(state, rounds)
@@ -260,9 +266,9 @@ def _padded(
   fill, *steps = (program.result() for program in programs)
   step = drivers.round_step(run.engine, steps)
   state, rounds = fill(run.params, run.state), []
-  start = (0, int(state.prompt_length[0]))
+  start = (0, int(HostState.of(state).prompt_length[0]))
   given = jnp.asarray(output_ids, jnp.int32)[None]
-  while not bool(state.done.all()):
+  while not all_done(state):
     state = state.replace(
       tokens=lax.dynamic_update_slice(state.tokens, given, start)
     )
@@ -272,18 +278,22 @@ def _padded(
 
 
 def _last_accepted(state: DecodeState) -> int:
-  return int(state.stats.acceptance_length[0, int(state.stats.rounds) - 1])
+  accepted = np.asarray(state.stats.acceptance_length)
+  return int(accepted[0, int(state.stats.rounds) - 1])
 
 
 def _rows(logits, routing, count: int):
   """The committed rows of one round, on the host."""
-  choice = [np.asarray(scores[:count]) for scores, _ in routing]
-  experts = [np.asarray(ids[:count]) for _, ids in routing]
-  return np.asarray(logits[:count]), choice, experts
+  # Cut there: on the device every count would compile a program.
+  logits, routing = jax.device_get((logits, routing))
+  choice = [scores[:count] for scores, _ in routing]
+  experts = [ids[:count] for _, ids in routing]
+  return logits[:count], choice, experts
 
 
 def _seen(state: DecodeState, rounds: list) -> Seen:
-  start, length = int(state.prompt_length[0]), int(state.length[0])
+  host = HostState.of(state)
+  start, length = int(host.prompt_length[0]), int(host.length[0])
   count = length - start
 
   def stacked(index: int) -> np.ndarray:
@@ -298,9 +308,9 @@ def _seen(state: DecodeState, rounds: list) -> Seen:
       axis=1,
     )
 
-  accepted = np.asarray(state.stats.acceptance_length[0])
+  accepted = host.stats.acceptance_length[0]
   return Seen(
-    output_ids=np.asarray(state.tokens[0, start:length]).tolist(),
+    output_ids=host.tokens[0, start:length].tolist(),
     logits=np.concatenate([taken[0] for taken in rounds])[:count],
     choice=stacked(1),
     experts=stacked(2),
@@ -331,7 +341,7 @@ def _full_acceptance(
   Near the last position it knows less than a block.
   """
   horizon = min(drafter.block_size - 1, options.tree_budget)
-  length = int(known.state.prompt_length[0])
+  length = int(np.asarray(known.state.prompt_length)[0])
   wanted = []
   for accepted in known.accepted:
     wanted.append(1 + max(0, min(horizon, len(golden) - 1 - length)))
@@ -372,13 +382,13 @@ def _context_error(
   And the same for a prefill in smaller chunks, as the noise.
   """
   state = tested.state
-  text = np.asarray(state.tokens[0, : int(state.length[0])]).tolist()
-  root = state.tokens[0, len(text)]
+  host = HostState.of(state)
+  text = host.tokens[0, : int(host.length[0])].tolist()
   capacity = state.stats.acceptance_length.shape[1]
   options = dataclasses.replace(options, capacity=capacity)
   golden = None
   if drafter.drafter.needs_golden:
-    golden = [np.asarray(state.tokens[0, : len(text) + 1]).tolist()]
+    golden = [host.tokens[0, : len(text) + 1].tolist()]
 
   chunk = options.prefill_chunk
   half = max(1, min(chunk, len(text)) // 2)
@@ -406,7 +416,9 @@ def _context_error(
   def filled(run: generation.Run, fill: jax.stages.Compiled) -> DecodeState:
     fresh = fill(run.params, run.state)
     # Prefill may have chosen another root at a near-tie.
-    return fresh.replace(tokens=fresh.tokens.at[0, len(text)].set(root))
+    tokens = np.array(fresh.tokens)
+    tokens[0, len(text)] = host.tokens[0, len(text)]
+    return fresh.replace(tokens=jnp.asarray(tokens))
 
   drafts = (
     draft(runs[0].params, filled(runs[0], fill)),

@@ -24,7 +24,12 @@ from kdtree_jax.decode import (
 from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode.compilation import Call, compile_all
 from kdtree_jax.decode.round import RoundTrace
-from kdtree_jax.decode.state import check_ids, check_prompt, token_slots
+from kdtree_jax.decode.state import (
+  HostState,
+  check_ids,
+  check_prompt,
+  token_slots,
+)
 from kdtree_jax.errors import UserError
 from kdtree_jax.options import PREFILL_CHUNK, GenerateOptions
 
@@ -133,10 +138,10 @@ def force(
   text = golden_params(run.engine, texts)['golden']
   steps = drivers.traced(run.engine, run.params, run.state, text)
   state, seconds, along, own = _collect(steps, len(texts))
-  results = []
+  host, results = HostState.of(state), []
   for row, (by_text, by_target) in enumerate(zip(along, own, strict=True)):
     count = run.options.max_new_tokens
-    result = drivers.result_of(state, row, count, seconds, by_text)
+    result = drivers.result_of(host, row, count, seconds, by_text)
     walks = [len(seen.accepted_indices) for seen in by_target]
     other = dataclasses.replace(
       result, acceptance_lengths=walks, rounds=by_target
@@ -232,9 +237,10 @@ def _draws(
 def finished(run: Run) -> list[GenerateResult]:
   """Runs a request to its end; leaves the last state in `run`."""
   run.state, seconds = drivers.generate(run.engine, run.params, run.state)
+  host = HostState.of(run.state)
   return [
-    drivers.result_of(run.state, row, run.options.max_new_tokens, seconds)
-    for row in range(len(run.state.done))
+    drivers.result_of(host, row, run.options.max_new_tokens, seconds)
+    for row in range(len(host.done))
   ]
 
 
@@ -245,9 +251,9 @@ def _recorded(run: Run) -> list[GenerateResult]:
   steps = drivers.traced(*operands)
   state, seconds, rounds, _ = _collect(steps, len(run.state.done))
   seconds = seconds._replace(compile=compiled)
-  count = run.options.max_new_tokens
+  host, count = HostState.of(state), run.options.max_new_tokens
   return [
-    drivers.result_of(state, row, count, seconds, seen)
+    drivers.result_of(host, row, count, seconds, seen)
     for row, seen in enumerate(rounds)
   ]
 

@@ -9,14 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax.api import LoadedDrafter, Target, check_pair
 from kdtree_jax.checks import integer, integers
 from kdtree_jax.decode import DecodeState, GenerateResult
 from kdtree_jax.decode import generate as drivers
-from kdtree_jax.decode.state import check_prompt, extend, truncate
+from kdtree_jax.decode.state import (
+  HostState,
+  check_prompt,
+  extend,
+  truncate,
+)
 from kdtree_jax.errors import UserError
 from kdtree_jax.generation import (
   GenerateOptions,
@@ -24,6 +28,8 @@ from kdtree_jax.generation import (
   Run,
   prepare,
 )
+from kdtree_jax.io.text_stream import StopStrings
+from kdtree_jax.io.tokenizer import text_stream
 from kdtree_jax.schema import MAX_INT
 
 
@@ -72,7 +78,8 @@ class Stream:
       golden: B golden sequences for drafters that need them.
       seeds: see `generate_batch`.
       stop_strings: a row ends with the token that completes one of them.
-      decode: ids to text; needed for `stop_strings`.
+      decode: ids to text, such as a tokenizer's method; needed for
+        `stop_strings`.
       **options: fields of `GenerateOptions`.
     """
     self._rounds_per_step = integer(
@@ -83,8 +90,12 @@ class Stream:
     if isinstance(stop_strings, str) or '' in stop_strings:
       raise UserError('stop_strings is a list of strings that are not empty')
     self._run = prepare(target, drafter, prompts, golden, options, seeds)
-    self._stops, self._decode = tuple(stop_strings), decode
     run = self._run
+    self._stops: list[StopStrings] = []
+    if stop_strings:
+      self._stops = [
+        StopStrings(stop_strings, text_stream(decode)) for _ in prompts
+      ]
     self._fill, self._step, compiled = drivers.stream_programs(
       run.engine, run.params, run.state
     )
@@ -92,8 +103,10 @@ class Stream:
     self._filled = False
     # Lengths before the step whose update is due, and when that step began.
     self._due: tuple[np.ndarray, float] | None = None
-    self._results: list[GenerateResult] = []
-    self._keep()
+    # An update that was made and not handed out, for Ctrl-C came.
+    self._update: StreamUpdate | None = None
+    # What `results` reads: a step consumes the state itself.
+    self._host = self._unfilled(HostState.of(run.state))
 
   def __iter__(self) -> Iterator[StreamUpdate]:
     return self
@@ -111,22 +124,23 @@ class Stream:
     _check_kept(run, 'stream')
     if not self._filled:
       if self._due is None:
-        self._take(self._fill, np.array(run.state.prompt_length))
+        self._take(self._fill, self._host.prompt_length)
       self._wait('prefill')
-      self._keep(committed=True)
-      # Nothing may come between the two.
-      self._filled, self._due = True, None
-    if self._due is None:
-      if bool(run.state.done.all()):
-        raise StopIteration
-      count = jnp.asarray(self._rounds_per_step, jnp.int32)
-      self._take(self._step, np.array(run.state.length), count)
-    seen, _ = self._due
-    self._wait('decode')
-    run.state = self._stop_at_strings(run.state, seen)
-    self._keep(committed=True)
-    update = self._update(seen)
-    self._due = None
+      with _uninterrupted():
+        self._host = HostState.of(run.state)
+        self._filled, self._due = True, None
+    if self._update is None:
+      if self._due is None:
+        if self._host.done.all():
+          raise StopIteration
+        count = jax.device_put(np.int32(self._rounds_per_step))
+        self._take(self._step, self._host.length, count)
+      self._wait('decode')
+      with _uninterrupted():
+        seen, _ = self._due
+        run.state, self._host = self._stop_at_strings(run.state, seen)
+        self._update, self._due = self._committed(seen), None
+    update, self._update = self._update, None
     return update
 
   def _take(self, program: Any, seen: np.ndarray, *operands: Any) -> None:
@@ -147,48 +161,42 @@ class Stream:
     self._seconds = self._seconds._replace(**{kind: spent})
     self._due = seen, now
 
-  def _update(self, seen: np.ndarray) -> StreamUpdate:
-    state = self._run.state
-    tokens, length = np.asarray(state.tokens), np.asarray(state.length)
+  def _committed(self, seen: np.ndarray) -> StreamUpdate:
+    """What was committed since a step began."""
+    host = self._host
     new = [
-      row[a:b].tolist() for row, a, b in zip(tokens, seen, length, strict=True)
+      row[a:b].tolist()
+      for row, a, b in zip(host.tokens, seen, host.length, strict=True)
     ]
-    return StreamUpdate(new, int(state.stats.rounds))
+    return StreamUpdate(new, int(host.stats.rounds))
 
   def results(self) -> list[GenerateResult]:
     """One result a row, as far as the stream was consumed."""
-    return self._results
-
-  def _keep(self, committed: bool = False) -> None:
-    """Reads the state back, before a step consumes it."""
-    state = self._run.state
-    if not committed:
-      # Nothing is committed yet, not even the prompt.
-      state = state.replace(
-        cache=state.cache.replace(length=state.prompt_length)
-      )
-    self._results = [
-      drivers.result_of(
-        state, row, self._run.options.max_new_tokens, self._seconds
-      )
-      for row in range(len(state.done))
+    count = self._run.options.max_new_tokens
+    return [
+      drivers.result_of(self._host, row, count, self._seconds)
+      for row in range(len(self._host.done))
     ]
+
+  @staticmethod
+  def _unfilled(host: HostState) -> HostState:
+    """Before the prefill not even the prompt is committed."""
+    return host._replace(length=host.prompt_length)
 
   def _stop_at_strings(
     self, state: DecodeState, seen: np.ndarray
-  ) -> DecodeState:
+  ) -> tuple[DecodeState, HostState]:
     """Ends the rows whose new tokens complete a stop string."""
-    if not self._stops:
-      return state
-    for row in range(len(seen)):
-      start, length = int(state.prompt_length[row]), int(state.length[row])
-      output = np.asarray(state.tokens[row, start:length]).tolist()
-      for count in range(int(seen[row]) - start + 1, len(output) + 1):
-        text = self._decode(output[:count])
-        if any(stop in text for stop in self._stops):
-          state = truncate(state, row, start + count)
+    host = HostState.of(state)
+    ends = {}
+    for row, stops in enumerate(self._stops):
+      for place in range(int(seen[row]), int(host.length[row])):
+        if stops.push(int(host.tokens[row, place])):
+          ends[row] = place + 1
           break
-    return state
+    for row, length in ends.items():
+      state = truncate(state, row, length)
+    return state, HostState.of(state) if ends else host
 
 
 class Conversation:
@@ -270,7 +278,7 @@ class Conversation:
         f'a turn of {len(ids)} tokens after {self._length} exceeds the '
         f'capacity of {capacity}'
       )
-    length = jnp.full_like(run.state.length, self._length)
+    length = jax.device_put(np.array([self._length], np.int32))
     state = run.state.replace(cache=run.state.cache.replace(length=length))
     state = extend(state, [ids], [options.max_new_tokens], capacity)
     return dataclasses.replace(run, state=state, options=options)

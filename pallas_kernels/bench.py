@@ -115,6 +115,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     '--smoke', action='store_true', help='check every case, time nothing'
   )
   args = parser.parse_args(argv)
+  output = args.output
+  if output is not None:
+    place = output if os.path.exists(output) else os.path.dirname(output) or '.'
+    if os.path.isdir(output) or not output or not os.access(place, os.W_OK):
+      parser.error(f'--output={output}: cannot be written')
   unknown = set(args.ops) - set(ops_with_cases())
   if unknown:
     parser.error(
@@ -396,24 +401,18 @@ def _report(rows, ceilings: Ceilings | None, output: str | None) -> int:
     '| op | shape | right | error | kernel us | net us | reference us '
     '| TB/s / TFLOP/s | of ceiling |\n|---|---|---|---|---|---|---|---|---|'
   )
-  lines, failed = [], False
-  if ceilings is not None:
-    lines.append(json.dumps({'ceilings': dataclasses.asdict(ceilings)}))
-  for row in rows:
-    failed |= not row['ok']
-    print(table_row(row), flush=True)
-    lines.append(json.dumps(row, default=float))
-    if output:  # After every row: nothing of an interrupted run is lost.
-      _write(output, lines)
+  failed = False
+  # Written into, not replaced: it may be a link, a pipe or a device. A line
+  # when it is known: nothing of an interrupted run is lost.
+  with open(output or os.devnull, 'w', buffering=1, encoding='utf-8') as file:
+    if ceilings is not None:
+      head = {'ceilings': dataclasses.asdict(ceilings)}
+      file.write(json.dumps(head) + '\n')
+    for row in rows:
+      failed |= not row['ok']
+      print(table_row(row), flush=True)
+      file.write(json.dumps(row, default=float) + '\n')
   return int(failed)
-
-
-def _write(path: str, lines: list[str]) -> None:
-  """Writes the whole file beside the old one, then puts it in its place."""
-  temporary = f'{path}.partial'
-  with open(temporary, 'w', encoding='utf-8') as file:
-    file.write('\n'.join(lines) + '\n')
-  os.replace(temporary, path)
 
 
 if __name__ == '__main__':

@@ -260,3 +260,23 @@ def test_up_to_the_last_position():
   assert found.failures == []
   with pytest.raises(UserError, match='nothing is left'):
     audit(target, drafter, prompt, capacity=6)
+
+
+def test_rows_of_a_round_are_cut_on_the_host():
+  """On the device every number of rows would be a program of its own."""
+  logits = jnp.zeros((9, 3))
+  routing = [(jnp.zeros((9, 2)), jnp.zeros((9, 2), jnp.int32))]
+  jax.clear_caches()
+  seen = []
+  jax.monitoring.register_event_duration_secs_listener(
+    listener := lambda event, *_, **__: seen.append(event)
+  )
+  try:
+    for count in range(1, 9):
+      rows, choice, experts = audits._rows(logits, routing, count)
+      assert len(rows) == len(choice[0]) == len(experts[0]) == count
+    assert not [event for event in seen if 'backend_compile' in event]
+    jnp.zeros(11)[:3]
+    assert [event for event in seen if 'backend_compile' in event]
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listener)

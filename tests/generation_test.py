@@ -242,6 +242,88 @@ def test_stop_strings_cross_token_borders(pair, place, rounds):
   assert sum(result.acceptance_lengths) == len(wanted)
 
 
+@pytest.fixture
+def compilations():
+  """Grows by one for each program that XLA compiles or JAX finds on disk."""
+  seen = []
+
+  def listen(event, seconds, **_):
+    if event.endswith('backend_compile_duration'):
+      seen.append(seconds)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield seen
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_loops_on_the_host_compile_nothing(pair, compilations):
+  """From the prefill on, to the truncated results, whatever was compiled."""
+  target, drafter = pair
+  prompts = prompts_of(target, (4, 4))
+  free = generation.generate_batch(target, drafter, prompts, **OPTIONS)
+  stop = letters(free[0].output_ids)[21:24]
+  longest = 0
+
+  def decode(ids):
+    nonlocal longest
+    longest = max(longest, len(ids))
+    return letters(ids)
+
+  stream = sessions.Stream(
+    target, drafter, prompts, stop_strings=(stop,), decode=decode, **OPTIONS
+  )
+  jax.clear_caches()
+  jnp.zeros(3) + jnp.arange(3.0)
+  assert compilations, 'nothing is counted'
+  compilations.clear()
+  for _ in stream:
+    stream.results()
+  results = stream.results()
+  assert not compilations
+  assert results[0].stop_reason == 'stop' and len(results[1].output_ids) > 1
+  # A few tokens before the new one are decoded again, not all.
+  assert longest <= 6
+
+
+def test_recorded_rounds_compile_nothing(pair, compilations):
+  target, drafter = pair
+  prompt = prompts_of(target, (4,))[0]
+  counts = []
+  for count in (2, 20):
+    options = OPTIONS | {'max_new_tokens': count}
+    jax.clear_caches()
+    compilations.clear()
+    generation.generate(target, drafter, prompt, record_rounds=True, **options)
+    counts.append(len(compilations))
+  # However many rounds: the program itself is compiled before the first.
+  assert counts[1] <= counts[0]
+
+
+def test_stop_strings_of_letters_in_parts(pair):
+  """A function that gives no bytes will do; none is asked for all tokens."""
+  target, drafter = pair
+  prompts = prompts_of(target, (4,))
+  (free,) = generation.generate_batch(target, drafter, prompts, **OPTIONS)
+  place = next(
+    i for i in range(4, 18) if len(set(free.output_ids[i : i + 3])) == 3
+  )
+  taken = free.output_ids[place : place + 3]
+  parts = dict(zip(taken, '漢'.encode(), strict=True))
+
+  def decode(ids):
+    return bytes(parts.get(i, 97) for i in ids).decode('utf-8', 'replace')
+
+  stream = sessions.Stream(
+    target, drafter, prompts, stop_strings=('漢',), decode=decode, **OPTIONS
+  )
+  for _ in stream:
+    pass
+  text = decode(free.output_ids)
+  assert '漢' in text
+  wanted = next(n for n in range(21) if '漢' in decode(free.output_ids[:n]))
+  assert stream.results()[0].output_ids == free.output_ids[:wanted]
+
+
 @pytest.mark.parametrize(
   'temperature', (0.7, pytest.param(0.0, marks=pytest.mark.slow))
 )

@@ -14,7 +14,7 @@ from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.compilation import Call, compile_all
 from kdtree_jax.decode.engine import Engine, Params
 from kdtree_jax.decode.round import RoundTrace, decode_round, prefill
-from kdtree_jax.decode.state import DecodeState
+from kdtree_jax.decode.state import DecodeState, HostState, all_done
 from kdtree_jax.tree import Acceptance, DraftTree
 
 # One round on the host's demand: `(params, state, *operands)`.
@@ -145,7 +145,7 @@ def stream(
   fill, step, _ = stream_programs(engine, params, state)
   state = jax.block_until_ready(fill(params, state))
   yield state
-  while not bool(state.done.all()):
+  while not all_done(state):
     state = step(params, state, count)
     yield state
 
@@ -185,7 +185,7 @@ def traced(
     at_root = slots == state.prompt_length[:, None]
     state = state.replace(tokens=jnp.where(at_root, text, state.tokens))
   yield state, None
-  while not bool(state.done.all()):
+  while not all_done(state):
     state, trace = step(params, state, *operands)
     yield state, trace
 
@@ -335,21 +335,21 @@ class GenerateResult:
 
 
 def result_of(
-  state: DecodeState,
+  state: DecodeState | HostState,
   row: int,
   max_new_tokens: int,
   seconds: Seconds,
   rounds: list[RoundRecord] | None = None,
 ) -> GenerateResult:
-  """Reads row `row` of a state back to the host."""
-  tokens = np.asarray(state.tokens[row])
-  prompt_length = int(state.prompt_length[row])
-  length = int(state.length[row])
-  accepted = np.asarray(state.stats.acceptance_length[row])
+  """Row `row` of a state; for many rows read the state back once."""
+  host = state if isinstance(state, HostState) else HostState.of(state)
+  tokens, stats = host.tokens[row], host.stats
+  prompt_length, length = int(host.prompt_length[row]), int(host.length[row])
+  accepted = stats.acceptance_length[row]
   taken = accepted > 0
-  if not bool(state.done[row]):
+  if not host.done[row]:
     reason = 'interrupted'
-  elif bool(state.stopped[row]):
+  elif host.stopped[row]:
     reason = 'stop'
   elif length - prompt_length < max_new_tokens:
     reason = 'capacity'
@@ -359,7 +359,7 @@ def result_of(
     prompt_ids=tokens[:prompt_length].tolist(),
     output_ids=tokens[prompt_length:length].tolist(),
     acceptance_lengths=accepted[taken].tolist(),
-    num_nodes=np.asarray(state.stats.num_nodes[row])[taken].tolist(),
+    num_nodes=stats.num_nodes[row][taken].tolist(),
     stop_reason=reason,
     seconds=seconds,
     rounds=rounds,

@@ -1,7 +1,7 @@
 """What one round hands to the next."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -65,6 +65,39 @@ class DecodeState(flax.struct.PyTreeNode):
   def length(self) -> jax.Array:
     """`[B]` int32, committed tokens."""
     return self.cache.length
+
+
+class HostState(NamedTuple):
+  """NumPy copies of what results are read from; see `DecodeState`.
+
+  A host loop takes one a step and indexes that: to index a device array with
+  a Python integer compiles a program for every integer.
+  """
+
+  tokens: np.ndarray
+  prompt_length: np.ndarray
+  length: np.ndarray
+  done: np.ndarray
+  stopped: np.ndarray
+  stats: RoundStats
+
+  @classmethod
+  def of(cls, state: DecodeState) -> 'HostState':
+    """Copies, because the next step consumes the state."""
+    fields = (
+      state.tokens,
+      state.prompt_length,
+      state.length,
+      state.done,
+      state.stopped,
+      state.stats,
+    )
+    return cls(*jax.tree.map(np.array, jax.device_get(fields)))
+
+
+def all_done(state: DecodeState) -> bool:
+  """Whether every row is done, for loops on the host."""
+  return bool(np.asarray(state.done).all())
 
 
 def token_slots(engine: Engine) -> int:
@@ -182,22 +215,26 @@ def truncate(state: DecodeState, row: int, length: int) -> DecodeState:
   For stops that only the host can see, such as strings. What was committed
   behind is forgotten, in the statistics too.
   """
-  accepted = np.array(state.stats.acceptance_length)
-  nodes = np.array(state.stats.num_nodes)
-  surplus = int(accepted[row].sum()) - (length - int(state.prompt_length[row]))
+  host = HostState.of(state)
+  accepted, nodes = host.stats.acceptance_length, host.stats.num_nodes
+  surplus = int(accepted[row].sum()) - (length - int(host.prompt_length[row]))
   for i in np.flatnonzero(accepted[row])[::-1]:
     taken = min(surplus, accepted[row, i])
     accepted[row, i] -= taken
     surplus -= taken
     if accepted[row, i] == 0:
       nodes[row, i] = 0
+  host.length[row] = length
+  host.done[row] = host.stopped[row] = True
+  # Not `jnp.asarray`, which compiles a program for every shape.
+  lengths, done, stopped, stats = jax.device_put(
+    (host.length, host.done, host.stopped, host.stats)
+  )
   return state.replace(
-    cache=state.cache.replace(length=state.cache.length.at[row].set(length)),
-    done=state.done.at[row].set(True),
-    stopped=state.stopped.at[row].set(True),
-    stats=state.stats.replace(
-      acceptance_length=jnp.asarray(accepted), num_nodes=jnp.asarray(nodes)
-    ),
+    cache=state.cache.replace(length=lengths),
+    done=done,
+    stopped=stopped,
+    stats=stats,
   )
 
 

@@ -4,8 +4,6 @@ A key is used, or is known to change nothing, or is an error: a switch that
 this engine does not know may change what the model computes.
 """
 
-import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +15,7 @@ from kdtree_jax.io.fields import (
 )
 from kdtree_jax.io.files import show
 from kdtree_jax.io.quantization import Quantization, read_quantization
-from kdtree_jax.io.tensors import CheckpointError, read_json
+from kdtree_jax.io.tensors import CheckpointError
 
 MODEL_TYPES = ('deepseek_v2', 'deepseek_v3', 'kimi_k2', 'glm4_moe_lite')
 # Multimodal wrappers: the language model's config lies in `text_config`.
@@ -121,7 +119,7 @@ def read_rope(fields: Fields, where: str) -> tuple[float, RopeScaling | None]:
   return stated.pop(), scalings[0] if scalings else None
 
 
-def _unwrap(raw: Any, where: str) -> tuple[Any, str]:
+def text_config(raw: Any, where: str) -> tuple[Any, str]:
   """The language model's own config, and its name for messages."""
   fields = Fields(raw, where)
   kind = fields.get('model_type')
@@ -147,7 +145,7 @@ def quantization(
     CheckpointError: a method that this engine does not have, or two.
   """
   found = read_quantization(Fields(raw, source_name), source_name)
-  text, where = _unwrap(raw, source_name)
+  text, where = text_config(raw, source_name)
   if text is raw:
     return found
   inner = read_quantization(Fields(text, where), where)
@@ -158,7 +156,8 @@ def quantization(
   return inner or found
 
 
-def _eos_ids(fields: Fields) -> tuple[int, ...]:
+def eos_ids(fields: Fields) -> tuple[int, ...]:
+  """`eos_token_id`, an integer or a list of them, without repetitions."""
   if isinstance(fields.get('eos_token_id'), list):
     ids = fields.tuple_of(int, 'eos_token_id')
   else:
@@ -182,7 +181,7 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
   Raises:
     CheckpointError: unsupported, quantised, ill-typed, missing or unknown.
   """
-  text, where = _unwrap(raw, source_name)
+  text, where = text_config(raw, source_name)
   fields = Fields(text, where)
   kind = fields.get('model_type')
   if kind not in MODEL_TYPES:
@@ -201,7 +200,7 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
     'max_position_embeddings': fields.integer(
       'max_position_embeddings', least=1
     ),
-    'eos_token_id': _eos_ids(fields),
+    'eos_token_id': eos_ids(fields),
   }
   fields.finish(_IGNORED_IN_TARGET)
   try:
@@ -286,41 +285,3 @@ def _mlp_arguments(fields: Fields, kind: str) -> dict[str, Any]:
       'routed_scaling_factor', REQUIRED if stated is REQUIRED else 1.0
     ),
   }
-
-
-def stop_ids(
-  directory: os.PathLike | str, raw_config: Mapping[str, Any]
-) -> tuple[int, ...]:
-  """Every token that ends a text: of config.json and generation_config.json.
-
-  Chat models list the end of a turn in one and the end of a text in the other.
-
-  Args:
-    directory: the checkpoint's folder.
-    raw_config: its parsed config.json.
-
-  Returns:
-    The union, in the order of appearance.
-
-  Raises:
-    CheckpointError: an id that is no id, or outside the vocabulary.
-  """
-  folder = pathlib.Path(directory)
-  where = str(folder / 'config.json')
-  sources = [Fields(raw_config, where)]
-  text, text_where = _unwrap(raw_config, where)
-  if text is not raw_config:
-    sources.append(Fields(text, text_where))
-  vocab = sources[-1].integer('vocab_size', None)
-  path = folder / 'generation_config.json'
-  if path.exists():
-    sources.append(Fields(read_json(path), str(path)))
-  ids: dict[int, None] = {}
-  for source in sources:
-    for token in _eos_ids(source):
-      if vocab is not None and token >= vocab:
-        raise source.error(
-          'eos_token_id', f'{token} is outside the vocabulary of {vocab}'
-        )
-      ids[token] = None
-  return tuple(ids)

@@ -12,7 +12,6 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.io.checkpoint_config import (
   model_config,
   quantization,
-  stop_ids,
 )
 from kdtree_jax.io.checkpoint_extras import read_extras
 from kdtree_jax.io.checkpoint_tensors import (
@@ -24,9 +23,11 @@ from kdtree_jax.io.checkpoint_tensors import (
 from kdtree_jax.io.checkpoint_weights import Reader
 from kdtree_jax.io.drafter_config import drafter_config
 from kdtree_jax.io.export import DRAFTER_FOLDER, read_extra
+from kdtree_jax.io.files import file_kind
 from kdtree_jax.io.kdtr import Bundle
+from kdtree_jax.io.stop_ids import stop_ids
 from kdtree_jax.io.tensors import SafetensorsSource, read_json
-from kdtree_jax.io.tokenizer import read_files
+from kdtree_jax.io.tokenizer_files import read_files
 
 
 def read_checkpoint(
@@ -49,7 +50,7 @@ def read_checkpoint(
   folder = pathlib.Path(folder)
   raw = read_json(folder / 'config.json')
   where = str(folder / 'config.json')
-  # A bundle has one place for what a folder says in two or three.
+  # A bundle has one place for what a folder says in several.
   config = dataclasses.replace(
     model_config(raw, where), eos_token_id=stop_ids(folder, raw)
   )
@@ -71,7 +72,7 @@ def read_checkpoint(
   reader = Reader(source, match, found, dtype, expanded, str(folder))
   reader.check_tied_head()
   name, recipe, golden = read_extra(folder, folder.name)
-  if drafter is None and (folder / DRAFTER_FOLDER).is_dir():
+  if drafter is None and file_kind(folder / DRAFTER_FOLDER) == 'folder':
     drafter = folder / DRAFTER_FOLDER
   drafter_fields = (None, None)
   if drafter is not None:

@@ -15,7 +15,6 @@ from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.io.checkpoint_config import (
   model_config,
   quantization,
-  stop_ids,
 )
 from kdtree_jax.io.checkpoint_extras import read_extras
 from kdtree_jax.io.checkpoint_tensors import (
@@ -25,9 +24,10 @@ from kdtree_jax.io.checkpoint_tensors import (
   num_parameters,
 )
 from kdtree_jax.io.drafter_config import drafter_config, is_drafter
-from kdtree_jax.io.files import show
+from kdtree_jax.io.files import file_kind, show
 from kdtree_jax.io.kdtr import Bundle, read_bundle
 from kdtree_jax.io.quantization import Quantization
+from kdtree_jax.io.stop_ids import StopIds, bundle_stop_ids, read_stop_ids
 from kdtree_jax.io.tensors import (
   FLOAT_DTYPES,
   ITEM_BYTES,
@@ -75,9 +75,10 @@ def describe(path: os.PathLike | str) -> str:
     UserError: neither of the two, or one that does not load.
   """
   path = pathlib.Path(path)
-  if path.is_dir():
+  kind = file_kind(path)
+  if kind == 'folder':
     return '\n'.join(_describe_folder(path))
-  if path.exists() and path.suffix != '.kdtr':
+  if kind is not None and path.suffix != '.kdtr':
     raise CheckpointError(
       f'{path}: neither a .kdtr bundle nor the folder of a checkpoint'
     )
@@ -109,7 +110,7 @@ def _describe_target(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
     *_quantization_lines(found),
     *_size_lines(rows, config),
     _fit_line(rows),
-    _stop_line(stop_ids(path, raw)),
+    *_stop_lines(read_stop_ids(path, raw)),
     *_skipped_lines(match, source),
     *_table(rows),
   ]
@@ -181,7 +182,8 @@ def _describe_bundle(path: pathlib.Path, bundle: Bundle) -> list[str]:
     rows = _rows(target, target.names())
     lines += _target_lines(bundle.config)
     lines += _size_lines(rows, bundle.config)
-    lines += [_stop_line(bundle.config.eos_token_id), _tokenizer_line(bundle)]
+    lines += _stop_lines(bundle_stop_ids(bundle, str(path)))
+    lines.append(_tokenizer_line(bundle))
     tables += _table(rows)
   if bundle.drafter_config is None or bundle.drafter is None:
     lines.append('drafter: none')
@@ -237,8 +239,14 @@ def _rope_line(c: ModelConfig | DrafterConfig) -> str:
   return f'{line}, at most {c.max_position_embeddings} positions'
 
 
-def _stop_line(ids: tuple[int, ...]) -> str:
-  return f'stop ids: {", ".join(map(str, ids)) or "none"}'
+def _stop_lines(stops: StopIds) -> list[str]:
+  """The union, and below it which of them each place states."""
+  lines = [f'stop ids: {", ".join(map(str, stops.ids)) or "none"}']
+  for source, ids in stops.sources.items():
+    lines.append(f'  by {source}: {", ".join(map(str, ids))}')
+  if stops.problem is not None:
+    lines.append(f'  the tokenizer was not asked: {stops.problem}')
+  return lines
 
 
 def _tokenizer_line(bundle: Bundle) -> str:

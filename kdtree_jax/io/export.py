@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pathlib
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,10 +23,12 @@ from kdtree_jax.io.checkpoint_config import model_config
 from kdtree_jax.io.drafter_config import ZLAB, drafter_config
 from kdtree_jax.io.files import (
   canonical_json,
+  file_kind,
   one_line,
   parse_json,
   show,
   sync_folder,
+  temporary_beside,
 )
 from kdtree_jax.io.kdtr import Bundle
 from kdtree_jax.io.tensors import (
@@ -163,8 +164,7 @@ def write_checkpoint(
     UserError: it exists, cannot be written, or the architecture has no name.
   """
   folder = pathlib.Path(folder)
-  if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-    raise UserError(f'{folder}: exists; convert writes to a new folder')
+  check_new_folder(folder)
   with _whole_folder(folder) as temporary:
     inner = temporary
     if bundle.config is not None and bundle.target is not None:
@@ -184,14 +184,29 @@ def write_checkpoint(
     )
 
 
+def check_new_folder(folder: os.PathLike | str) -> None:
+  """Refuses a path where something is, unless it is an empty folder.
+
+  Raises:
+    UserError: something is there, or cannot be looked at.
+  """
+  kind = file_kind(folder)
+  try:
+    free = kind is None or (kind == 'folder' and not os.listdir(folder))
+  except OSError as e:
+    raise UserError(f'{folder}: cannot be read: {e.strerror or e}') from e
+  if not free:
+    raise UserError(f'{folder}: exists; convert writes to a new folder')
+
+
 @contextlib.contextmanager
 def _whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
   """A folder under another name that takes its own when it is complete."""
-  # `.` and `..` have names of their own only from the root.
-  whole = pathlib.Path(os.path.abspath(folder))
+  # `.`, `..` and links have names of their own only from the root.
+  whole = pathlib.Path(os.path.realpath(folder))
   if not whole.name:
     raise UserError(f'{folder}: exists; convert writes to a new folder')
-  temporary = whole.with_name(f'.{whole.name}.{secrets.token_hex(8)}.tmp')
+  temporary = temporary_beside(whole)
   try:
     temporary.mkdir()
     try:
@@ -265,7 +280,7 @@ def read_extra(
     UserError: the file is there but broken.
   """
   path = folder / EXTRA_FILE
-  if not path.exists():
+  if file_kind(path) is None:
     return default_name, {'converted_from': default_name}, {}
   # Its dtypes are those of other files here, and so are its errors.
   source = SafetensorsSource(path)

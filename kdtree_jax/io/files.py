@@ -5,8 +5,9 @@ import json
 import os
 import pathlib
 import secrets
+import stat
 from collections.abc import Buffer, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kdtree_jax.errors import UserError, show
 
@@ -29,6 +30,40 @@ def one_line(error: Exception | str) -> str:
   """A message without line breaks or what cannot be printed."""
   text = ' '.join(str(error).split())
   return text.encode('ascii', 'backslashreplace').decode()
+
+
+def file_kind(
+  path: os.PathLike | str,
+) -> Literal['file', 'folder', 'special'] | None:
+  """What a path leads to, links followed; None: nothing is there.
+
+  A device, a pipe or a socket is `special`. `Path.exists` and its like raise
+  on what cannot be looked at, or call it missing.
+
+  Raises:
+    UserError: a folder on the way may not be entered, or the path is none:
+      too long, links in a circle, a null byte.
+  """
+  try:
+    mode = os.stat(path).st_mode
+  except (FileNotFoundError, NotADirectoryError):
+    return None
+  except (OSError, ValueError) as e:
+    raise UserError(f'{show_path(path)}: {reason(e)}') from e
+  if stat.S_ISREG(mode):
+    return 'file'
+  return 'folder' if stat.S_ISDIR(mode) else 'special'
+
+
+def show_path(path: os.PathLike | str) -> str:
+  """A path for a message: as it is, or escaped if it cannot be printed."""
+  text = os.fspath(path)
+  return text if text.isprintable() else ascii(text)
+
+
+def reason(error: Exception) -> str:
+  """What went wrong, in the words of the system if it has some."""
+  return one_line(getattr(error, 'strerror', None) or error)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -76,7 +111,8 @@ def write_atomically(
 
   The bytes go to a temporary file in the same folder (a rename across file
   systems is not atomic), reach the disk, and only then take the name. A
-  reader that has the old file mapped keeps the old bytes.
+  reader that has the old file mapped keeps the old bytes. A link stays: what it
+  leads to is replaced. A device or a pipe has no old bytes and is written into.
 
   Args:
     path: the file to create or replace.
@@ -86,23 +122,39 @@ def write_atomically(
   path = pathlib.Path(path)
   if not path.name:
     raise error(f'{path}: is a folder; a file name is missing')
-  temporary = path.with_name(f'.{path.name}.{secrets.token_hex(8)}.tmp')
   try:
-    try:
-      with open(temporary, 'xb') as file:
-        for chunk in chunks:
-          file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-      os.replace(temporary, path)
-    except BaseException:
-      with contextlib.suppress(OSError):
-        temporary.unlink()
-      raise
-    sync_folder(path.parent)
+    kind = file_kind(path)
+  except UserError as e:
+    raise error(str(e)) from e
+  try:
+    if kind == 'special':
+      with open(path, 'wb') as file:
+        file.writelines(chunks)
+    else:
+      _replace(pathlib.Path(os.path.realpath(path)), chunks)
   except OSError as e:
-    reason = e.strerror or str(e)
-    raise error(f'{path}: cannot be written: {reason}') from e
+    raise error(f'{path}: cannot be written: {e.strerror or e}') from e
+
+
+def _replace(path: pathlib.Path, chunks: Iterable[Buffer]) -> None:
+  temporary = temporary_beside(path)
+  try:
+    with open(temporary, 'xb') as file:
+      for chunk in chunks:
+        file.write(chunk)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(temporary, path)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      temporary.unlink()
+    raise
+  sync_folder(path.parent)
+
+
+def temporary_beside(path: pathlib.Path) -> pathlib.Path:
+  """A free name in the same folder, however long that of `path` is."""
+  return path.with_name(f'.{path.name[:32]}.{secrets.token_hex(8)}.tmp')
 
 
 def sync_folder(folder: pathlib.Path) -> None:

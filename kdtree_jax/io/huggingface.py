@@ -3,7 +3,6 @@
 from kdtree_jax.io.checkpoint_config import (
   model_config,
   quantization,
-  stop_ids,
 )
 from kdtree_jax.io.checkpoint_extras import Extras, read_extras
 from kdtree_jax.io.checkpoint_tensors import (
@@ -21,12 +20,14 @@ from kdtree_jax.io.drafter_config import (
   with_attention_factor,
 )
 from kdtree_jax.io.drafter_weights import drafter_params
+from kdtree_jax.io.stop_ids import bundle_stop_ids, stop_ids
 from kdtree_jax.io.tensors import read_json
 
 __all__ = (
   'Extras',
   'Match',
   'Progress',
+  'bundle_stop_ids',
   'drafter_config',
   'drafter_params',
   'drafter_shapes',

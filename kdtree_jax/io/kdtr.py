@@ -35,9 +35,11 @@ from kdtree_jax.io.bundle import (
 )
 from kdtree_jax.io.files import (
   canonical_json,
+  file_kind,
   one_line,
   parse_json,
   show,
+  show_path,
   write_atomically,
 )
 from kdtree_jax.io.tensors import (
@@ -124,8 +126,8 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
   try:
     yield
   except UserError as e:
-    text = one_line(e)
-    named = text if text.startswith(f'{path}: ') else f'{path}: {text}'
+    text, where = one_line(e), show_path(path)
+    named = text if text.startswith(f'{where}: ') else f'{where}: {text}'
     raise BundleError(named) from e
 
 
@@ -133,7 +135,7 @@ def _open(
   path: pathlib.Path,
 ) -> tuple[SafetensorsSource, str, dict[str, Any]]:
   """The file, and its manifest as text and parsed."""
-  if path.is_dir():
+  if file_kind(path) == 'folder':
     raise BundleError('is a folder, not a bundle')
   source = SafetensorsSource(path)
   text = source.metadata().get(METADATA_KEY)

@@ -2,12 +2,12 @@
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import parse_json, show
+from kdtree_jax.io.files import show
+from kdtree_jax.io.results import read_jsonl, source_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,41 +18,37 @@ class Prompt:
     id: as given, or the number of the line from 0.
     turns: what the user says, in order; one where the line has a `prompt`.
     category: as given, for tables.
+    where: the file and the line, for messages; None: it is from no file.
   """
 
   id: str | int
   turns: tuple[str, ...]
   category: str | None = None
+  where: str | None = None
 
 
 def read_prompts(path: os.PathLike | str) -> list[Prompt]:
-  """Reads a file of prompts; empty lines do not count.
+  """Reads prompts from a file, a pipe or, `-`, the standard input.
 
   Raises:
-    UserError: unreadable, empty, or a line that is no prompt; names the line.
+    UserError: unreadable, empty, a line that is no prompt, or two with one
+      id; names the lines.
   """
-  path = pathlib.Path(path)
-  try:
-    lines = path.read_text(encoding='utf-8').split('\n')
-  except FileNotFoundError:
-    raise UserError(f'{path}: no such file') from None
-  except (OSError, UnicodeDecodeError) as e:
-    raise UserError(f'{path}: cannot be read: {e}') from e
-  prompts = [
-    _prompt(line, f'{path}: line {number}', number - 1)
-    for number, line in enumerate(lines, 1)
-    if line.strip()
-  ]
+  prompts: dict[str | int, Prompt] = {}
+  for number, fields in read_jsonl(path):
+    where = f'{source_name(path)}: line {number}'
+    prompt = _prompt(fields, where, number - 1)
+    other = prompts.setdefault(prompt.id, prompt)
+    if other is not prompt:
+      raise UserError(
+        f'{where}: the id {show(prompt.id)} is also that of {other.where}'
+      )
   if not prompts:
-    raise UserError(f'{path}: holds no prompt')
-  return prompts
+    raise UserError(f'{source_name(path)}: holds no prompt')
+  return list(prompts.values())
 
 
-def _prompt(line: str, where: str, index: int) -> Prompt:
-  try:
-    fields = parse_json(line)
-  except ValueError as e:
-    raise UserError(f'{where}: not JSON: {e}') from e
+def _prompt(fields: Any, where: str, index: int) -> Prompt:
   if not isinstance(fields, Mapping):
     raise UserError(f'{where}: {show(fields)} is not a JSON object')
   if ('prompt' in fields) == ('turns' in fields):
@@ -65,6 +61,5 @@ def _prompt(line: str, where: str, index: int) -> Prompt:
   if type(name) not in (str, int):
     raise UserError(f'{where}: id is {show(name)}, no text and no integer')
   category = fields.get('category')
-  return Prompt(
-    name, tuple(turns), category if isinstance(category, str) else None
-  )
+  category = category if isinstance(category, str) else None
+  return Prompt(name, tuple(turns), category, where)

@@ -1,14 +1,27 @@
-"""Results as JSON lines: one record a line, the whole file or nothing."""
+"""JSON lines: records as they come, the whole file at once, and back."""
 
+import contextlib
+import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import write_atomically
+from kdtree_jax.io.files import (
+  file_kind,
+  parse_json,
+  reason,
+  show_path,
+  write_atomically,
+)
+
+# A path that stands for the standard input.
+STANDARD_INPUT = '-'
 
 
 def write_jsonl(
@@ -28,6 +41,121 @@ def write_jsonl(
   """
   lines = (_line(path, i, record) for i, record in enumerate(records))
   write_atomically(path, lines)
+
+
+class JsonLines:
+  """A context that writes each record when it is given, whole and flushed.
+
+  What is written stays, however the program ends. A file is replaced by the
+  first record: a run that has none leaves what was there. Links are followed,
+  and devices and pipes written into.
+  """
+
+  def __init__(self, path: str | None, *, append: bool = False):
+    """Opens nothing yet.
+
+    Args:
+      path: None for standard output.
+      append: go on with the file instead of replacing it.
+    """
+    self._path, self._append, self._count = path, append, 0
+    self._file: io.FileIO | None = None
+
+  def __enter__(self) -> 'JsonLines':
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    if self._file is not None:
+      self._file.close()
+
+  def write(self, record: Mapping[str, Any]) -> None:
+    """Adds a line.
+
+    Raises:
+      UserError: as `write_jsonl`; no part of the line stays in a file.
+      OSError: standard output takes no more.
+    """
+    line = _line(self._path or 'standard output', self._count, record)
+    if self._path is None:
+      print(line.decode(), end='', flush=True)
+    else:
+      try:
+        self._write(line)
+      except OSError as e:
+        where = show_path(self._path)
+        raise UserError(f'{where}: cannot be written: {reason(e)}') from e
+    self._count += 1
+
+  def _write(self, line: bytes) -> None:
+    if self._file is None:
+      # Unbuffered: what failed is not tried again by a close.
+      self._file = open(self._path, 'ab' if self._append else 'wb', buffering=0)
+      if self._append and _lacks_line_end(self._path):
+        line = b'\n' + line
+    regular = file_kind(self._path) == 'file'
+    size = os.fstat(self._file.fileno()).st_size
+    rest = memoryview(line)
+    try:
+      while rest:
+        rest = rest[self._file.write(rest) :]
+    except BaseException:
+      if regular:
+        with contextlib.suppress(OSError):
+          self._file.truncate(size)
+          self._file.seek(size)
+      raise
+
+
+def _lacks_line_end(path: os.PathLike | str) -> bool:
+  """Whether a file, which an editor may have left so, ends inside a line."""
+  if file_kind(path) != 'file' or not os.path.getsize(path):
+    return False
+  with open(path, 'rb') as file:
+    file.seek(-1, os.SEEK_END)
+    return file.read() != b'\n'
+
+
+def source_name(path: os.PathLike | str) -> str:
+  """What `read_jsonl` reads, for messages."""
+  if os.fspath(path) == STANDARD_INPUT:
+    return 'standard input'
+  return show_path(path)
+
+
+def read_jsonl(path: os.PathLike | str) -> Iterator[tuple[int, Any]]:
+  """The values of a file of JSON lines; it is read once, at the first.
+
+  Args:
+    path: a file or a pipe, UTF-8 with or without a byte order mark; `-` is
+      the standard input.
+
+  Yields:
+    The number of a line, from 1, and its value; empty lines do not count.
+
+  Raises:
+    UserError: it cannot be read, or a line is not JSON.
+  """
+  standard, where = os.fspath(path) == STANDARD_INPUT, source_name(path)
+  if standard and sys.stdin is None:
+    raise UserError('standard input is closed')
+  try:
+    if standard:
+      data = sys.stdin.buffer.read()
+    else:
+      data = pathlib.Path(path).read_bytes()
+    lines = data.decode('utf-8-sig').split('\n')
+  except FileNotFoundError:
+    raise UserError(f'{where}: no such file') from None
+  except (OSError, ValueError) as e:  # UnicodeDecodeError, a null byte.
+    raise UserError(f'{where}: cannot be read: {reason(e)}') from e
+  for number, line in enumerate(lines, 1):
+    if not line.strip():
+      continue
+    try:
+      value = parse_json(line)
+    except ValueError as e:
+      raise UserError(f'{where}: line {number}: not JSON: {e}') from e
+    yield number, value
 
 
 def _line(path: os.PathLike | str, index: int, record: Any) -> bytes:

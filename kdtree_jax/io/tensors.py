@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import parse_json, show
+from kdtree_jax.io.files import file_kind, parse_json, reason, show, show_path
 
 SINGLE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
@@ -118,8 +118,8 @@ def read_json(
     data = path.read_bytes()
   except FileNotFoundError:
     raise error(f'{path}: no such file') from None
-  except OSError as e:
-    raise error(f'{path}: cannot be read: {e.strerror or e}') from e
+  except (OSError, ValueError) as e:  # A null byte.
+    raise error(f'{show_path(path)}: cannot be read: {reason(e)}') from e
   return json_object(data, str(path), error)
 
 
@@ -145,17 +145,20 @@ def open_safetensors(
     CheckpointError (or `error`): missing, truncated or not safetensors.
   """
   path = pathlib.Path(path)
+  # Asked first, because mapping a folder or a device gives riddles.
   try:
-    # Asked first, because mapping a folder or a device gives riddles.
-    regular, exists = path.is_file(), path.exists()
-    if regular:
+    kind = file_kind(path)
+  except UserError as e:
+    raise error(str(e)) from e
+  try:
+    if kind == 'file':
       return safetensors.safe_open(str(path), framework='numpy')
   except OSError as e:
     raise error(f'{path}: cannot be read: {e.strerror or e}') from e
   # ValueError: a path that is not UTF-8.
   except (safetensors.SafetensorError, ValueError) as e:
     raise error(f'{path}: not a complete safetensors file: {e}') from e
-  raise error(f'{path}: {"is not a file" if exists else "no such file"}')
+  raise error(f'{path}: {"is not a file" if kind else "no such file"}')
 
 
 class _MappedFile:
@@ -218,7 +221,7 @@ class SafetensorsSource:
     """
     self.path = pathlib.Path(path)
     weight_map = None
-    if self.path.is_dir():
+    if file_kind(self.path) == 'folder':
       files, weight_map = _folder_files(self.path)
     else:
       files = (self.path,)
@@ -359,8 +362,8 @@ def _folder_files(
 ) -> tuple[tuple[pathlib.Path, ...], dict[str, str] | None]:
   """The files of a checkpoint folder and, where there is one, its index."""
   single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-  if not index.exists():
-    if not single.exists():
+  if file_kind(index) is None:
+    if file_kind(single) is None:
       raise CheckpointError(
         f'{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}'
       )
@@ -371,13 +374,13 @@ def _folder_files(
   for name, shard in weight_map.items():
     _check_shard_name(index, name, shard)
   shards = sorted(set(weight_map.values()))
-  if single.exists() and SINGLE_FILE not in shards:
+  if file_kind(single) is not None and SINGLE_FILE not in shards:
     raise CheckpointError(
       f'{folder}: holds {SINGLE_FILE} beside an index that does not name it; '
       'remove one of the two'
     )
   for shard in shards:
-    if not (folder / shard).is_file():
+    if file_kind(folder / shard) != 'file':
       raise CheckpointError(f'{index}: names {show(shard)}, which is missing')
   return tuple(folder / shard for shard in shards), weight_map
 

@@ -4,86 +4,59 @@
 Nothing of a checkpoint is executed but its chat template, in a sandbox.
 """
 
-import base64
-import binascii
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-import tokenizers
-
-from kdtree_jax.errors import UserError
-from kdtree_jax.io.bundle import TOKENIZER_FILES
+from kdtree_jax.io.chat_contents import HiddenNames
 from kdtree_jax.io.chat_template import ChatTemplate
-from kdtree_jax.io.files import one_line, show
+from kdtree_jax.io.files import file_kind, one_line, show
+from kdtree_jax.io.json_tokenizer import JsonBackend
 from kdtree_jax.io.kdtr import read_tokenizer
-from kdtree_jax.io.tensors import json_object
-
-JSON_FILE, KIMI_FILE = 'tokenizer.json', 'tiktoken.model'
-CONFIG_FILE = 'tokenizer_config.json'
-
-# How Kimi cuts text into words (tokenization_kimi.py): Han runs by themselves,
-# other letters by case, digits by threes. GPT-4's pattern gives other ids.
-_LOWER = r'[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]'
-_UPPER = r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]'
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-KIMI_PATTERN = '|'.join(
-  (
-    r'[\p{Han}]+',
-    rf'[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}',
-    rf'[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}',
-    r'\p{N}{1,3}',
-    r' ?[^\s\p{L}\p{N}]+[\r\n]*',
-    r'\s*[\r\n]+',
-    r'\s+(?!\S)',
-    r'\s+',
-  )
+from kdtree_jax.io.kimi_tokenizer import KIMI_PATTERN, KimiBackend
+from kdtree_jax.io.text_stream import StreamDecoder, TextStream, WindowDecoder
+from kdtree_jax.io.tokenizer_files import (
+  CONFIG_FILE,
+  JSON_FILE,
+  KIMI_FILE,
+  TokenizerError,
+  TokenizerFiles,
+  read_files,
+  token_text,
 )
-# Ids behind the ranks; those that tokenizer_config.json does not name are
-# called <|reserved_token_N|>.
-KIMI_RESERVED = 256
 
-
-class TokenizerError(UserError):
-  """A tokenizer's file is missing, broken or unsupported."""
+__all__ = (
+  'KIMI_PATTERN',
+  'StreamDecoder',
+  'Tokenizer',
+  'TokenizerError',
+  'load_tokenizer',
+  'read_files',
+  'text_stream',
+)
 
 
 class _Backend(Protocol):
-  def encode(self, text: str) -> list[int]: ...
-  def decode(self, ids: Sequence[int]) -> str: ...
+  """One kind of tokenizer.
 
-
-class StreamDecoder:
-  """Text of a growing sequence; holds back the bytes of an unfinished letter.
-
-  The pieces that `push` and `finish` return are together `decode` of all ids.
+  Attributes:
+    controls: ids by name of the tokens that no user's text may become.
+    first_ids: what the file itself puts before a text.
+    hidden: placeholders for `controls`.
   """
 
-  def __init__(self, tokenizer: 'Tokenizer'):
-    self._tokenizer = tokenizer
-    self._ids: list[int] = []
-    # Ids before `_settled` are said; those from `_context` on are decoded
-    # again, because a token may look different after another one.
-    self._context = self._settled = 0
+  controls: Mapping[str, int]
+  first_ids: tuple[int, ...]
 
-  def push(self, ids: Iterable[int]) -> str:
-    """Takes new ids, returns the text that they complete."""
-    self._ids += ids
-    return self._advance(final=False)
+  @property
+  def hidden(self) -> HiddenNames: ...
 
-  def finish(self) -> str:
-    """The rest, an unfinished letter as U+FFFD."""
-    return self._advance(final=True)
-
-  def _advance(self, final: bool) -> str:
-    decode = self._tokenizer.decode
-    before = decode(self._ids[self._context : self._settled])
-    text = decode(self._ids[self._context :])
-    if text.endswith('\ufffd') and not final:
-      return ''
-    self._context, self._settled = self._settled, len(self._ids)
-    return text[len(before) :]
+  def token_id(self, name: str) -> int | None: ...
+  def encode(self, text: str) -> list[int]: ...
+  def encode_hidden(self, text: str) -> list[int]: ...
+  def decode(self, ids: Sequence[int]) -> str: ...
+  def piece(self, before: int | None, token: int) -> bytes | None: ...
 
 
 class Tokenizer:
@@ -94,51 +67,72 @@ class Tokenizer:
   """
 
   def __init__(
-    self, backend: _Backend, config: Mapping[str, Any], files: '_Files'
+    self, backend: _Backend, config: Mapping[str, Any], files: TokenizerFiles
   ):
     self._backend, self._home = backend, files.home
-    self._bos = None
-    if config.get('add_bos_token') is True:
-      bos = _content(config.get('bos_token'))
-      self._bos = None if bos is None else self._only_id(bos)
+    self._first_ids = _first_ids(backend, config, files.where(CONFIG_FILE))
     self.template = ChatTemplate.read(files.data, config, files.home)
-
-  def _only_id(self, token: str) -> int | None:
-    ids = self._backend.encode(token)
-    return ids[0] if len(ids) == 1 else None
 
   def encode(self, text: str) -> list[int]:
     """Ids of a text; special tokens that it spells out are those tokens.
 
-    Begins with the token that the checkpoint wants at the beginning, if any.
+    Begins with what the checkpoint wants at the beginning, if anything, once.
 
     Raises:
-      TokenizerError: the text is no valid unicode.
+      TokenizerError: the text is no valid unicode, or refused by the library.
     """
     ids = self._encode(text)
-    if self._bos is not None and ids[:1] != [self._bos]:
-      ids = [self._bos, *ids]
-    return ids
+    first = [*self._first_ids]
+    return ids if ids[: len(first)] == first else first + ids
 
-  def _encode(self, text: str) -> list[int]:
+  def _encode(
+    self, text: str, encode: Callable[[str], list[int]] | None = None
+  ) -> list[int]:
     try:
       text.encode()
     except UnicodeEncodeError as e:
       raise TokenizerError(f'text {show(text, 40)} is not valid: {e}') from e
-    return self._backend.encode(text)
+    try:
+      return (encode or self._backend.encode)(text)
+    # Rust's panics are no Exceptions.
+    except BaseException as e:
+      if not isinstance(e, Exception) and type(e).__name__ != 'PanicException':
+        raise
+      raise TokenizerError(
+        f'{self._home}: the tokenizer refuses text {show(text, 40)}: '
+        f'{one_line(e)}'
+      ) from e
 
-  def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+  def encode_chat(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    parse_special: bool = False,
+  ) -> list[int]:
     """Ids of a conversation, up to where the model is to answer.
 
     Args:
       messages: each with `role` (`system`, `user`, `assistant`) and `content`.
+      parse_special: special tokens that contents spell out are those tokens,
+        not text.
 
     Raises:
-      TokenizerError: no template, or one that fails.
+      TokenizerError: no template, or text that the library refuses.
+      TemplateError: the template fails.
     """
     if self.template is None:
       raise TokenizerError(f'{self._home}: has no chat template')
-    return self._encode(self.template.render(messages))
+    text = self.template.render(messages)
+    hidden = self._backend.hidden
+    if parse_special or not hidden.occur_in(list(messages)):
+      return self._encode(text)
+    apart = self.template.render(messages, hidden=hidden)
+    if hidden.shown(apart) != text:
+      raise TokenizerError(
+        f'{self._home}: the chat template reworks a content that spells out '
+        'special tokens, so that they cannot be told from its own; remove '
+        'them, or give --parse_special_in_messages'
+      )
+    return self._encode(apart, self._backend.encode_hidden)
 
   def decode(self, ids: Sequence[int]) -> str:
     """Text of ids, special tokens included; what is no unicode is U+FFFD."""
@@ -146,22 +140,38 @@ class Tokenizer:
 
   def stream(self) -> StreamDecoder:
     """A decoder for ids that come one by one."""
-    return StreamDecoder(self)
+    return StreamDecoder(self._backend.piece)
 
 
-class _Files(NamedTuple):
-  """A tokenizer's files, wherever they are.
+def text_stream(decode: Callable[[list[int]], str]) -> TextStream:
+  """A stream of what a function makes of ids, by bytes if they are known."""
+  owner = getattr(decode, '__self__', None)
+  if isinstance(owner, Tokenizer) and decode == owner.decode:
+    return owner.stream()
+  return WindowDecoder(decode)
 
-  Attributes:
-    home: the folder or bundle.
-    data: bytes by file name.
-  """
 
-  home: str
-  data: Mapping[str, bytes]
-
-  def where(self, name: str) -> str:
-    return f'{self.home}/{name}'
+def _first_ids(
+  backend: _Backend, config: Mapping[str, Any], where: str
+) -> tuple[int, ...]:
+  """What a text begins with; `add_bos_token` overrules tokenizer.json."""
+  stated = config.get('add_bos_token')
+  if stated is None:
+    return backend.first_ids
+  if not isinstance(stated, bool):
+    raise TokenizerError(
+      f'{where}: add_bos_token is {show(stated)}, not true or false'
+    )
+  if not stated:
+    return ()
+  bos = token_text(config.get('bos_token'))
+  token = None if bos is None else backend.token_id(bos)
+  if token is None:
+    raise TokenizerError(
+      f'{where}: add_bos_token is true, but bos_token is {show(bos)}, which '
+      'the tokenizer does not have'
+    )
+  return backend.first_ids if token in backend.first_ids else (token,)
 
 
 def load_tokenizer(path: os.PathLike | str) -> Tokenizer | None:
@@ -171,141 +181,13 @@ def load_tokenizer(path: os.PathLike | str) -> Tokenizer | None:
     UserError: a broken file, or `tiktoken` is needed and not installed.
   """
   path = pathlib.Path(path)
-  if path.is_file():
-    files = _Files(str(path), read_tokenizer(path))
+  if file_kind(path) == 'file':
+    files = TokenizerFiles(str(path), read_tokenizer(path))
   else:
-    files = _Files(str(path), read_files(path))
-  config: Mapping[str, Any] = {}
-  if CONFIG_FILE in files.data:
-    where = files.where(CONFIG_FILE)
-    config = json_object(files.data[CONFIG_FILE], where, TokenizerError)
+    files = TokenizerFiles(str(path), read_files(path))
+  config = files.config()
   if JSON_FILE in files.data:
-    return Tokenizer(_JsonBackend(files), config, files)
+    return Tokenizer(JsonBackend(files, config), config, files)
   if KIMI_FILE in files.data:
-    return Tokenizer(_KimiBackend(files, config), config, files)
+    return Tokenizer(KimiBackend(files, config), config, files)
   return None
-
-
-def read_files(folder: pathlib.Path) -> dict[str, bytes]:
-  """What a folder has of `TOKENIZER_FILES`.
-
-  Raises:
-    TokenizerError: a file that cannot be read.
-  """
-  data = {}
-  for name in TOKENIZER_FILES:
-    path = folder / name
-    try:
-      data[name] = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-      continue
-    except OSError as e:
-      raise TokenizerError(f'{path}: cannot be read: {e.strerror or e}') from e
-  return data
-
-
-class _JsonBackend:
-  """`tokenizer.json`."""
-
-  def __init__(self, files: _Files):
-    try:
-      self._tokenizer = tokenizers.Tokenizer.from_buffer(files.data[JSON_FILE])
-    except Exception as e:  # the library raises nothing more special
-      where = files.where(JSON_FILE)
-      raise TokenizerError(f'{where}: no tokenizer: {one_line(e)}') from e
-    # A prompt is neither padded nor cut, whatever training did.
-    self._tokenizer.no_padding()
-    self._tokenizer.no_truncation()
-
-  def encode(self, text: str) -> list[int]:
-    return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-  def decode(self, ids: Sequence[int]) -> str:
-    return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-class _KimiBackend:
-  """`tiktoken.model`: a rank a line; special tokens follow the ranks."""
-
-  def __init__(self, files: _Files, config: Mapping[str, Any]):
-    where = files.where(KIMI_FILE)
-    try:
-      import tiktoken
-    except ImportError:
-      raise TokenizerError(
-        f'{where}: needs tiktoken: pip install kdtree_jax[kimi]'
-      ) from None
-    ranks = _ranks(files.data[KIMI_FILE], where)
-    specials = _special_tokens(files.where(CONFIG_FILE), config, len(ranks))
-    try:
-      self._encoding = tiktoken.Encoding(
-        name='kimi',
-        pat_str=KIMI_PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens=specials,
-      )
-    except Exception as e:  # from Rust: bytes without a rank, and the like
-      raise TokenizerError(f'{where}: no tokenizer: {one_line(e)}') from e
-    self._size = len(ranks) + KIMI_RESERVED
-
-  def encode(self, text: str) -> list[int]:
-    return self._encoding.encode(text, allowed_special='all')
-
-  def decode(self, ids: Sequence[int]) -> str:
-    # The vocabulary of a model may be padded beyond the tokenizer's.
-    known = [token for token in ids if 0 <= token < self._size]
-    return self._encoding.decode_bytes(known).decode('utf-8', 'replace')
-
-
-def _ranks(data: bytes, where: str) -> dict[bytes, int]:
-  """Lines of base64 and rank.
-
-  Raises:
-    TokenizerError: another line, ranks that are not 0, 1, 2, ..., or a byte
-      without one.
-  """
-  ranks: dict[bytes, int] = {}
-  for number, line in enumerate(data.split(b'\n'), 1):
-    if not line.strip():
-      continue
-    try:
-      token, rank = line.split()
-      ranks[base64.b64decode(token, validate=True)] = int(rank)
-    except (ValueError, binascii.Error):
-      raise TokenizerError(
-        f'{where}: line {number} is {show(line, 40)}, not base64 and a rank'
-      ) from None
-  if sorted(ranks.values()) != list(range(len(ranks))) or not ranks:
-    raise TokenizerError(f'{where}: ranks are not 0 to {len(ranks) - 1}')
-  if any(bytes([byte]) not in ranks for byte in range(256)):
-    raise TokenizerError(f'{where}: not every byte has a rank')
-  return ranks
-
-
-def _special_tokens(
-  where: str, config: Mapping[str, Any], first: int
-) -> dict[str, int]:
-  """Names of the ids behind the ranks."""
-  added = config.get('added_tokens_decoder') or {}
-  if not isinstance(added, Mapping):
-    raise TokenizerError(f'{where}: added_tokens_decoder is no object')
-  names = {}
-  for token in range(first, first + KIMI_RESERVED):
-    entry = _content(added.get(str(token)))
-    name = f'<|reserved_token_{token}|>' if entry is None else entry
-    # tiktoken would look for it for ever.
-    if not name:
-      raise TokenizerError(
-        f'{where}: added_tokens_decoder: the name of token {token} is empty'
-      )
-    if name in names:
-      raise TokenizerError(f'{where}: {show(name)} is the name of two tokens')
-    names[name] = token
-  return names
-
-
-def _content(value: Any) -> str | None:
-  """A token's text: itself, or the `content` of an object."""
-  if isinstance(value, Mapping):
-    value = value.get('content')
-  return value if isinstance(value, str) else None

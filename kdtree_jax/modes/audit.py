@@ -1,17 +1,19 @@
 """`--mode=audit`: is this engine, or this fork of it, still lossless?"""
 
+import contextlib
 import dataclasses
 import itertools
+from typing import Any
 
 from kdtree_jax import api, generation
-from kdtree_jax.audit import AuditReport, Divergence, audit
-from kdtree_jax.io.results import write_jsonl
+from kdtree_jax.audit import AuditReport, Divergence, audit, check_room
+from kdtree_jax.io.paths import check_output
+from kdtree_jax.io.results import JsonLines
 from kdtree_jax.modes import texts
 from kdtree_jax.modes.loading import check_target, load_target
 from kdtree_jax.modes.run_config import (
   RunConfig,
   check_budgets,
-  check_output,
   integers,
   required,
   status,
@@ -28,6 +30,7 @@ FLAGS = (
   'prompt',
   'prompts',
   'chat',
+  'parse_special_in_messages',
   'max_new_tokens',
   'block_size',
   'tree_budget',
@@ -46,6 +49,8 @@ def run(config: RunConfig) -> int:
   name = required(config.drafter, 'drafter', 'audit')
   tokenizer = texts.tokenizer_of(config)
   talks = texts.talks(config, tokenizer)
+  # Of a talk the first turn: what follows would depend on the engine.
+  prompts = texts.first_ids(talks, tokenizer, bool(config.chat))
   defaults = generation.GenerateOptions
   check_budgets(config)
   check_output(config.output)
@@ -70,26 +75,37 @@ def run(config: RunConfig) -> int:
       config.drafter_attention_factor,
       config.hit_rate,
     )
-  reports = []
-  # Of a talk the first turn: what follows would depend on the engine.
-  prompts = [
-    texts.next_ids(talk, 0, tokenizer, bool(config.chat)) for talk in talks
-  ]
-  for (talk, prompt), budget in itertools.product(
-    zip(talks, prompts, strict=True), budgets
-  ):
-    with status(f'auditing prompt {talk.prompt.id}, budget {budget}'):
-      report = audit(target, drafter, prompt, tree_budget=budget, **options)
-    print(f'prompt {talk.prompt.id}, budget {budget}: {verdict(report)}')
-    # JSON has no NaN; a failure says it in words.
-    fields = {
-      name: None if value != value else value
-      for name, value in dataclasses.asdict(report).items()
-    }
-    reports.append({'id': talk.prompt.id, 'tree_budget': budget} | fields)
-  if config.output is not None:
-    write_jsonl(config.output, reports)
-  return 1 if any(report['failures'] for report in reports) else 0
+  limit = target.config.max_position_embeddings
+  for talk, prompt in zip(talks, prompts, strict=True):
+    with texts.naming(talk.prompt.where, talk.prompt.id):
+      texts.check_fit(prompt, target, None)
+      check_room(prompt, limit)
+  failed = False
+  with contextlib.ExitStack() as stack:
+    lines = None
+    if config.output is not None:
+      lines = stack.enter_context(JsonLines(config.output))
+    for (talk, prompt), budget in itertools.product(
+      zip(talks, prompts, strict=True), budgets
+    ):
+      with status(f'auditing prompt {talk.prompt.id}, budget {budget}'):
+        report = audit(target, drafter, prompt, tree_budget=budget, **options)
+      text = f'prompt {talk.prompt.id}, budget {budget}: {verdict(report)}'
+      print(text, flush=True)
+      if lines is not None:
+        lines.write(
+          {'id': talk.prompt.id, 'tree_budget': budget} | _json(report)
+        )
+      failed = failed or bool(report.failures)
+  return 1 if failed else 0
+
+
+def _json(report: AuditReport) -> dict[str, Any]:
+  """The fields of a report; JSON has no NaN, a failure says it in words."""
+  return {
+    name: None if value != value else value
+    for name, value in dataclasses.asdict(report).items()
+  }
 
 
 def verdict(report: AuditReport) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import sys
 from typing import Any
 
@@ -15,13 +14,13 @@ from kdtree_jax.benchmark.end_to_end import HIT_RATE, end_to_end
 from kdtree_jax.benchmark.subject import PREFILL, Subject, random_drafter
 from kdtree_jax.benchmark.sweep import Step, Sweep
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import parse_json
-from kdtree_jax.io.results import write_jsonl
+from kdtree_jax.io.files import file_kind
+from kdtree_jax.io.paths import check_output
+from kdtree_jax.io.results import read_jsonl, write_jsonl
 from kdtree_jax.modes.loading import check_target, load_target
 from kdtree_jax.modes.run_config import (
   RunConfig,
   check_budgets,
-  check_output,
   integers,
 )
 
@@ -78,7 +77,11 @@ def run(config: RunConfig) -> int:
   records = _earlier(config.output, _settings(config))
   missing = [step for step in _steps(plan) if not any(map(step.is_of, records))]
   if missing or config.end_to_end:
-    _measure(config, plan, missing, records)
+    try:
+      _measure(config, plan, missing, records)
+    finally:
+      if _once(config.output):
+        _write(config.output, records)
   report.show(records)
   return 0
 
@@ -135,13 +138,13 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def _earlier(path: str | None, settings: dict[str, Any]) -> list[dict]:
   """The records of a file to go on with; none if there is no file."""
-  if path is None or not pathlib.Path(path).exists():
+  # What is no regular file is only written.
+  if path is None or file_kind(path) != 'file':
     return []
   try:
-    lines = pathlib.Path(path).read_text().splitlines()
-    records = [parse_json(line) for line in lines]
+    records = [record for _, record in read_jsonl(path)]
     found = [r['settings'] for r in records if r['kind'] == 'run']
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  except (ValueError, KeyError, TypeError) as error:
     raise UserError(
       f'--output={path} is no file of --mode=bench: {error}'
     ) from None
@@ -158,13 +161,13 @@ def _earlier(path: str | None, settings: dict[str, Any]) -> list[dict]:
 def _measure(
   config: RunConfig, plan: _Plan, missing: list[Step], records: list[dict]
 ) -> None:
-  """Appends to `records`, and writes them after each that is new."""
+  """Appends to `records`, and writes a file of them after each that is new."""
   progress = _progress()
 
   def add(record: dict[str, Any]) -> None:
     records.append(record)
-    if config.output is not None:
-      write_jsonl(config.output, [*records, *report.computed(records)])
+    if not _once(config.output):
+      _write(config.output, records)
 
   progress('measuring the ceilings')
   ceilings = machine.ceilings()
@@ -187,6 +190,16 @@ def _measure(
       subject, plan.contexts[0], budgets, plan.tokens, rate, progress
     ):
       add(record)
+
+
+def _once(path: str | None) -> bool:
+  """Whether a device or a pipe is written, where nothing can be replaced."""
+  return path is not None and file_kind(path) == 'special'
+
+
+def _write(path: str | None, records: list[dict]) -> None:
+  if path is not None:
+    write_jsonl(path, [*records, *report.computed(records)])
 
 
 def _progress():

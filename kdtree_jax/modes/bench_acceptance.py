@@ -1,6 +1,7 @@
 """`--mode=bench_acceptance`: how much a drafter gets accepted, over budgets."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -21,15 +22,15 @@ from kdtree_jax.analysis.report import Row, markdown, summarise
 from kdtree_jax.decode import GenerateResult, SamplingConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.digests import sha256
-from kdtree_jax.io.files import write_atomically
-from kdtree_jax.io.results import write_jsonl
+from kdtree_jax.io.files import file_kind, write_atomically
+from kdtree_jax.io.paths import check_output
+from kdtree_jax.io.results import JsonLines
 from kdtree_jax.io.tokenizer import Tokenizer
-from kdtree_jax.modes import generate, sweep
+from kdtree_jax.modes import generate, sweep, texts
 from kdtree_jax.modes.loading import check_pair, load_target
 from kdtree_jax.modes.run_config import (
   RunConfig,
   check_budgets,
-  check_output,
   integers,
   numbers,
   required,
@@ -89,15 +90,20 @@ def run(config: RunConfig) -> int:
       config.drafter_attention_factor,
     )
   bench = _Bench(config, target, drafter, corpus, prompts, tokenizer)
+  for prompt in prompts:
+    with texts.naming(prompt.where, prompt.id):
+      texts.check_fit(prompt.ids, target, None)
   records = sweep.read_runs(config.output, bench.common)
   items = _plan(config, drafter, forced=prompts[0].text is not None)
   jobs = [bench.jobs(item, records) for item in items]
-  with sweep.progress(sum(map(len, jobs))) as advance:
+  with contextlib.ExitStack() as stack:
+    advance = stack.enter_context(sweep.progress(sum(map(len, jobs))))
+    write = None
+    if config.output is not None:
+      lines = JsonLines(config.output, append=True)
+      write = stack.enter_context(lines).write
     for item, todo in zip(items, jobs, strict=True):
-      new = bench.run(item, todo, records, advance)
-      records += new
-      if new and config.output is not None:
-        write_jsonl(config.output, records)
+      records += bench.run(item, todo, records, advance, write)
   return _finish(config, summarise(records))
 
 
@@ -107,6 +113,7 @@ def _check(config: RunConfig) -> None:
   required(config.drafter, 'drafter', config.mode)
   check_budgets(config)
   check_output(config.output)
+  _check_tables(config.output)
   for temperature in _temperatures(config):
     SamplingConfig(temperature=temperature, seed=config.seed or 0)
   counts = ('num_prompts', 'prompt_length', 'max_new_tokens')
@@ -115,7 +122,34 @@ def _check(config: RunConfig) -> None:
     if value is not None and value < 1:
       raise UserError(f'--{flag}={value} is below 1')
   if config.plots is not None:
+    check_output(config.plots, 'plots', folder=True)
     check_plots()
+
+
+def _check_tables(output: str | None) -> None:
+  """Refuses a new `--output` whose tables would replace a file."""
+  path = tables_path(output)
+  if path is None:
+    return
+  if file_kind(path) is not None and file_kind(output) is None:
+    raise UserError(
+      f'--output={output}: the tables would replace {path}, which is of '
+      'something else; give another name'
+    )
+  check_output(str(path))
+
+
+def tables_path(output: str | None) -> pathlib.Path | None:
+  """Where the tables go: beside the records; None: nowhere.
+
+  `x.md` for `x.jsonl`. Any other name keeps all of itself: `run.1.md` for
+  `run.1`, not the `run.md` of `run.2` as well.
+  """
+  if output is None or file_kind(output) == 'special':
+    return None
+  path = pathlib.Path(output)
+  stem = path.stem if path.suffix == '.jsonl' else path.name
+  return path.with_name(f'{stem}.md')
 
 
 def _temperatures(config: RunConfig) -> list[float]:
@@ -186,8 +220,17 @@ class _Bench:
     jobs: Sequence[Job],
     records: Sequence[dict[str, Any]],
     advance: Callable[[int, str | None], None],
+    write: Callable[[dict[str, Any]], None] | None,
   ) -> list[dict[str, Any]]:
-    """The lines of jobs; `records` has AR's outputs, if there are any yet."""
+    """The lines of jobs, each batch written when it is done.
+
+    Args:
+      item: the method.
+      jobs: what it has to do.
+      records: with AR's outputs, if there are any yet.
+      advance: told of progress.
+      write: gets each line, if there is a file.
+    """
     begin = time.perf_counter()
     outputs = {
       _key(record)[:-1]: record['output_ids']
@@ -204,6 +247,8 @@ class _Bench:
         compared = ids is not None and item.method != 'ar' and not item.forced
         match = line['output_ids'] == ids if compared else None
         lines.append(line | {'match': match})
+        if write is not None:
+          write(lines[-1])
       advance(count)
     if lines:
       tokens = sum(sum(line['acceptance_lengths']) for line in lines)
@@ -304,8 +349,8 @@ def _finish(config: RunConfig, rows: list[Row]) -> int:
   """Tables, pictures, verdict."""
   text = markdown(rows)
   print(text)
-  if config.output is not None:
-    path = pathlib.Path(config.output).with_suffix('.md')
+  path = tables_path(config.output)
+  if path is not None:
     write_atomically(path, [text.encode()])
   if config.plots is not None:
     folder = pathlib.Path(config.plots)

@@ -5,9 +5,14 @@ import pathlib
 from kdtree_jax import api
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.convert import read_checkpoint, read_drafter
-from kdtree_jax.io.export import read_extra, write_checkpoint
-from kdtree_jax.io.files import one_line
+from kdtree_jax.io.export import (
+  check_new_folder,
+  read_extra,
+  write_checkpoint,
+)
+from kdtree_jax.io.files import file_kind, one_line
 from kdtree_jax.io.kdtr import read_bundle, write_bundle
+from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.tensors import read_json
 from kdtree_jax.modes.run_config import RunConfig, required, status
 
@@ -27,10 +32,11 @@ def run(config: RunConfig) -> int:
   flag = 'drafter' if config.target is None else 'target'
   source = pathlib.Path(getattr(config, flag))
   output = pathlib.Path(required(config.output, 'output', 'convert'))
-  if not source.exists():
+  kind = file_kind(source)
+  if kind is None:
     raise UserError(f'--{flag}={source}: no such file or folder')
   with status(f'converting {source}'):
-    if source.is_dir():
+    if kind == 'folder':
       _to_bundle(config, source, output)
     else:
       _to_folder(config, source, output)
@@ -43,7 +49,7 @@ def run(config: RunConfig) -> int:
 def left_behind(source: pathlib.Path) -> list[str]:
   """A line if a folder has settings that are not carried over."""
   path = source / GENERATION_FILE
-  if not path.is_file():
+  if file_kind(path) != 'file':
     return []
   keys = sorted(set(read_json(path)) - CARRIED)
   text = f'not carried over: {path}: {one_line(", ".join(keys))}'
@@ -55,6 +61,7 @@ def _to_bundle(
 ) -> None:
   if output.suffix != '.kdtr':
     raise UserError(f'--output={output}: a bundle is a .kdtr file')
+  check_output(str(output))
   dtype = api.DTYPES.get(config.weights or 'as_stored')
   if config.target is None:
     bundle = read_drafter(source, dtype=dtype)
@@ -82,4 +89,6 @@ def _to_folder(
       raise UserError(f'--{flag} is not used to convert a bundle')
   if output.suffix == '.kdtr':
     raise UserError(f'--output={output}: a bundle is converted to a folder')
+  check_new_folder(output)
+  check_output(str(output), folder=True)
   write_checkpoint(output, read_bundle(source))

@@ -1,26 +1,26 @@
 """`--mode=generate`: continue a prompt by several methods, as JSON lines."""
 
 import dataclasses
-import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from kdtree_jax import api, generation
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.results import write_jsonl
+from kdtree_jax.io.paths import check_output
+from kdtree_jax.io.results import JsonLines
+from kdtree_jax.io.tokenizer import Tokenizer
 from kdtree_jax.modes import serving, texts
 from kdtree_jax.modes.loading import (
   check_target,
   drafted_rounds,
-  ends_early,
   load_target,
   mismatch,
 )
 from kdtree_jax.modes.run_config import (
   RunConfig,
   check_budgets,
-  check_output,
   integers,
   numbers,
   status,
@@ -38,6 +38,7 @@ FLAGS = (
   'prompt',
   'prompts',
   'chat',
+  'parse_special_in_messages',
   'max_new_tokens',
   'block_size',
   'tree_budget',
@@ -74,62 +75,162 @@ class Run:
 
 
 def run(config: RunConfig) -> int:
-  """Runs every method and budget; 0 when all are written."""
+  """Runs every method and budget; 0 when all are written.
+
+  A line is written when it is done.
+
+  Raises:
+    UserError: bad input, before anything is compiled; or, when the rest is
+      done, conversations that could not go on.
+  """
   check_target(config)
   methods = _methods(config)
   options = _options(config)
   tokenizer = texts.tokenizer_of(config)
-  # Wrong flags show before a long load.
-  last = options['seed'] + len(texts.talks(config, tokenizer)) - 1
+  # Wrong flags and prompts show before a long load.
+  talks = texts.talks(config, tokenizer)
+  first = texts.first_ids(talks, tokenizer, bool(config.chat))
+  last = options['seed'] + len(talks) - 1
   generation.GenerateOptions(**options).sampling([last])
   target = load_target(config)
+  texts.check_first(talks, first, target, options['capacity'])
   with status('loading the drafter'):
     drafter = _drafter(config, target, methods)
-  records = []
-  warning = None
-  for item in _plan(config, methods, drafter):
-    used = drafter if item.method != 'ar' else None
-    fields = options | {
-      'tree_budget': item.tree_budget,
-      'tree_policy': item.tree_policy,
-    }
-    talks = texts.talks(config, tokenizer)
-    lines = {}
-    for turn in range(max(max(1, len(talk.prompt.turns)) for talk in talks)):
-      jobs = [
-        serving.Job(i, texts.next_ids(talk, turn, tokenizer, bool(config.chat)))
-        for i, talk in enumerate(talks)
-        if turn < max(1, len(talk.prompt.turns))
-      ]
-      limit = target.config.max_position_embeddings
-      size = config.batch_size or 1
-      for capacity, batch in serving.batches(jobs, size, fields, limit):
-        named = fields | {'capacity': capacity}
-        label = f'{item.method}, budget {item.tree_budget}, turn {turn}: '
-        with status(
-          f'{label}{len(lines)} done, {len(batch)} at capacity {capacity}'
-        ):
-          found = serving.results(config, target, used, tokenizer, batch, named)
-        for job, result in zip(batch, found, strict=True):
-          talk = talks[job.index]
-          seeded = fields | {'seed': fields['seed'] + job.index}
-          text = texts.answer(talk, result, tokenizer, config.stop_strings)
-          lines[job.index, turn] = record(item, result, used, seeded) | {
-            'id': talk.prompt.id,
-            'turn': turn,
-            'text': text,
-          }
-        warning = warning or mismatch(used, found)
-        warning = warning or ends_early(target, used, found)
-    records += [lines[key] for key in sorted(lines)]
-  if warning is not None:
-    print(warning, file=sys.stderr)
-  if config.output is None:
-    for line in records:
-      print(json.dumps(line))
-  else:
-    write_jsonl(config.output, records)
+  served = _Served(config, target, drafter, tokenizer, options, talks, first)
+  plan = _plan(config, methods, drafter)
+  for item in plan:
+    served.check(item)
+  try:
+    with JsonLines(config.output) as lines:
+      for item in plan:
+        served.run(item, lines)
+  finally:
+    if served.warning is not None:
+      print(served.warning, file=sys.stderr)
+  if served.errors:
+    raise UserError(
+      f'{len(served.errors)} conversations could not go on, and their lines '
+      f'have an error; the first: {served.errors[0]}'
+    )
   return 0
+
+
+@dataclasses.dataclass
+class _Served:
+  """The prompts, and all that stays the same from method to method.
+
+  Attributes:
+    talks: after their first turn.
+    first: token ids of it.
+    errors: of conversations that could not go on.
+    warning: about the drafter, or None.
+  """
+
+  config: RunConfig
+  target: api.Target
+  drafter: api.LoadedDrafter | None
+  tokenizer: Tokenizer | None
+  options: dict[str, Any]
+  talks: list[texts.Talk]
+  first: list[list[int]]
+  errors: list[str] = dataclasses.field(default_factory=list)
+  warning: str | None = None
+
+  def check(self, item: Run) -> None:
+    """Refuses what no program can have, before one is compiled."""
+    options = generation.GenerateOptions(**self._fields(item))
+    longest = max(map(len, self.first))
+    generation.make_engine(self.target, self._used(item), longest, options)
+
+  def run(self, item: Run, lines: JsonLines) -> None:
+    """Writes the lines of one method, in the order of the prompts."""
+    count = range(len(self.talks))
+    # Alone, a conversation ends before the next begins.
+    alone = (self.config.batch_size or 1) == 1
+    keys = [(i, turn) for i in count for turn in range(self._turns(i))]
+    with serving.InOrder(keys, lines.write) as done:
+      for group in [[i] for i in count] if alone else [count]:
+        self._run_group(item, group, done)
+
+  def _run_group(
+    self, item: Run, group: Iterable[int], done: serving.InOrder
+  ) -> None:
+    """Some conversations, turn by turn."""
+    fields, size = self._fields(item), self.config.batch_size or 1
+    limit = self.target.config.max_position_embeddings
+    talks = {i: self.talks[i].copy() for i in group}
+    for turn in range(max(map(self._turns, talks))):
+      jobs = self._jobs(item, talks, turn, done)
+      for capacity, batch in serving.batches(jobs, size, fields, limit):
+        label = f'{item.method}, budget {item.tree_budget}, turn {turn}: '
+        with status(f'{label}{len(batch)} at capacity {capacity}'):
+          found = serving.results(
+            self.config,
+            self.target,
+            self._used(item),
+            self.tokenizer,
+            batch,
+            fields | {'capacity': capacity},
+          )
+        for job, result in zip(batch, found, strict=True):
+          line = self._line(item, talks[job.index], job.index, result)
+          done.add((job.index, turn), line | {'turn': turn})
+        used = self._used(item)
+        self.warning = self.warning or mismatch(used, found)
+        self.warning = self.warning or ends_early(self.target, used, found)
+
+  def _jobs(
+    self,
+    item: Run,
+    talks: dict[int, texts.Talk],
+    turn: int,
+    done: serving.InOrder,
+  ) -> list[serving.Job]:
+    """A turn of all conversations that have one; drops those that fail."""
+    jobs = []
+    for i in [i for i in talks if turn < self._turns(i)]:
+      prompt = talks[i].prompt
+      try:
+        with texts.naming(prompt.where, prompt.id):
+          jobs.append(serving.Job(i, self._ids(talks[i], i, turn)))
+      except UserError as error:
+        del talks[i]
+        self.errors.append(f'{error}, turn {turn}')
+        head = {'method': item.method, 'tree_budget': item.tree_budget}
+        line = {'id': prompt.id, 'turn': turn, 'error': str(error)}
+        done.add((i, turn), head | line)
+        for later in range(turn + 1, self._turns(i)):
+          done.add((i, later), None)
+    return jobs
+
+  def _ids(self, talk: texts.Talk, index: int, turn: int) -> list[int]:
+    if turn == 0:
+      return self.first[index]
+    chat = bool(self.config.chat)
+    ids = texts.next_ids(talk, turn, self.tokenizer, chat)
+    texts.check_fit(ids, self.target, self.options['capacity'])
+    return ids
+
+  def _line(
+    self, item: Run, talk: texts.Talk, index: int, result: GenerateResult
+  ) -> dict[str, Any]:
+    """The record of a turn, whose text becomes part of the talk."""
+    seeded = self._fields(item)
+    seeded['seed'] += index
+    stops = self.config.stop_strings
+    text = texts.answer(talk, result, self.tokenizer, stops)
+    line = record(item, result, self._used(item), seeded)
+    return line | {'id': talk.prompt.id, 'text': text}
+
+  def _turns(self, index: int) -> int:
+    return max(1, len(self.talks[index].prompt.turns))
+
+  def _used(self, item: Run) -> api.LoadedDrafter | None:
+    return None if item.method == 'ar' else self.drafter
+
+  def _fields(self, item: Run) -> dict[str, Any]:
+    budget = {'tree_budget': item.tree_budget}
+    return self.options | budget | {'tree_policy': item.tree_policy}
 
 
 def record(

@@ -49,8 +49,8 @@ def loading(path: str) -> Iterator[Progress | None]:
 
 
 def _size(path: pathlib.Path) -> int | None:
-  files = path.glob('*.safetensors') if path.is_dir() else [path]
   try:
+    files = path.glob('*.safetensors') if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files) or None
   except OSError:
     return None

@@ -7,6 +7,7 @@ from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import num_parameters
 from kdtree_jax.io.kdtr import Bundle, write_bundle
+from kdtree_jax.io.paths import check_output
 from kdtree_jax.modes.run_config import RunConfig, required, status
 from kdtree_jax.named_configs import load_config
 
@@ -20,7 +21,8 @@ MAX_PARAMETERS = 50_000_000
 def run(config: RunConfig) -> int:
   """Writes `--output`, by default `<variant>.kdtr` in this folder."""
   variant = required(config.variant, 'variant', 'make_bundle')
-  path = config.output or f'{variant}.kdtr'
+  path = f'{variant}.kdtr' if config.output is None else config.output
+  check_output(path)
   with status(f'generating {variant}'):
     bundle = make_bundle(variant, config.seed)
     write_bundle(path, bundle)

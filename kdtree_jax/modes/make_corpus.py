@@ -2,9 +2,9 @@
 
 import pathlib
 
+from kdtree_jax.io.paths import check_output
 from kdtree_jax.modes.run_config import (
   RunConfig,
-  check_output,
   required,
   status,
 )
@@ -18,7 +18,7 @@ def run(config: RunConfig) -> int:
   """Writes the folder `--output`."""
   folders = required(config.corpus_sources, 'corpus_sources', 'make_corpus')
   output = required(config.output, 'output', 'make_corpus')
-  check_output(output)
+  check_output(output, folder=True)
   size = DEFAULT_VOCAB if config.vocab_size is None else config.vocab_size
   with status(f'reading {", ".join(folders)}'):
     manifest = build_corpus(

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import pathlib
+import os
 import sys
 from collections.abc import Iterator
 
@@ -10,6 +10,8 @@ import rich.console
 
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.files import file_kind
+from kdtree_jax.io.paths import check_path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class RunConfig:
   prompt: str | None = None
   prompts: str | None = None
   chat: bool | None = None
+  parse_special_in_messages: bool | None = None
   max_new_tokens: int | None = None
   block_size: int | None = None
   tree_budget: tuple[str, ...] | None = None
@@ -108,11 +111,35 @@ def check_budgets(config: RunConfig) -> None:
     DecodeConfig(tree_budget=budget, draft_depth=1)
 
 
-def check_output(path: str | None) -> None:
-  """Refuses an `--output` that could not be written after all the work."""
-  folder = pathlib.Path(path or '.').absolute().parent
-  if not folder.is_dir():
-    raise UserError(f'--output={path}: {folder} is no folder')
+# Flags that name files or folders to read, one or several.
+INPUTS = ('bundle', 'target', 'drafter', 'prompts', 'corpus', 'corpus_sources')
+OUTPUTS = ('output', 'plots')
+
+
+def check_paths(config: RunConfig) -> None:
+  """Refuses flags that name no path, or an input that would be replaced.
+
+  Raises:
+    UserError: names the flag.
+  """
+  for flag in (*INPUTS, *OUTPUTS):
+    for path in _paths(config, flag):
+      check_path(path, flag)
+  if config.output is None or file_kind(config.output) != 'file':
+    return
+  for flag in INPUTS:
+    for path in _paths(config, flag):
+      if file_kind(path) and os.path.samefile(path, config.output):
+        raise UserError(
+          f'--output={config.output}: is --{flag}={path}, which it would '
+          'replace'
+        )
+
+
+def _paths(config: RunConfig, flag: str) -> tuple[str, ...]:
+  given = getattr(config, flag)
+  given = () if given is None else given
+  return (given,) if isinstance(given, str) else tuple(given)
 
 
 def required(value, flag: str, mode: str):

@@ -1,9 +1,10 @@
 """How prompts go through a method: alone, in batches, as a stream."""
 
+import collections
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -48,13 +49,52 @@ def batches(
     tokens = len(job.ids) + options['max_new_tokens']
     return generation.bucket(tokens, limit)
 
+  found = []
   for bucket, group in itertools.groupby(
     sorted(jobs, key=capacity), key=capacity
   ):
     members = list(group)
     logging.info('capacity %d: %d prompts', bucket, len(members))
-    for batch in itertools.batched(members, size):
-      yield bucket, list(batch)
+    found += [(bucket, list(x)) for x in itertools.batched(members, size)]
+  # Lines wait for those before them: the first prompts first.
+  yield from sorted(found, key=lambda each: each[1][0].index)
+
+
+class InOrder:
+  """A context that passes lines on in order, each when those before are there.
+
+  However it ends, those that still wait are passed on then.
+  """
+
+  def __init__(
+    self, keys: Iterable[Hashable], write: Callable[[dict[str, Any]], None]
+  ):
+    """Takes nothing yet.
+
+    Args:
+      keys: of all lines, in order.
+      write: gets the lines.
+    """
+    self._keys, self._write = collections.deque(keys), write
+    self._lines: dict[Hashable, dict[str, Any] | None] = {}
+
+  def __enter__(self) -> 'InOrder':
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    while self._keys:
+      self._pass()
+
+  def add(self, key: Hashable, line: dict[str, Any] | None) -> None:
+    """Takes a line; None where there will be none."""
+    self._lines[key] = line
+    while self._keys and self._keys[0] in self._lines:
+      self._pass()
+
+  def _pass(self) -> None:
+    line = self._lines.pop(self._keys.popleft(), None)
+    if line is not None:
+      self._write(line)
 
 
 def results(

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,8 @@ import rich.progress
 from kdtree_jax import api, generation
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.digests import weights_digest
-from kdtree_jax.io.files import parse_json
+from kdtree_jax.io.files import file_kind
+from kdtree_jax.io.results import read_jsonl
 from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
 from kdtree_jax.modes import texts
 from kdtree_jax.modes.run_config import RunConfig
@@ -32,11 +32,13 @@ class Passage(NamedTuple):
     id: where it is from.
     ids: the prompt's tokens.
     text: the prompt and what really follows, or None.
+    where: its file and line; None: it is from no file of prompts.
   """
 
   id: str | int
   ids: list[int]
   text: list[int] | None
+  where: str | None = None
 
 
 def corpus_of(config: RunConfig) -> Corpus | None:
@@ -66,12 +68,12 @@ def passages(
       if getattr(config, flag) is not None:
         raise UserError(f'--{flag} is not used with --prompts')
     tokenizer = texts.tokenizer_of(config)
+    talks = texts.talks(config, tokenizer)
+    ids = texts.first_ids(talks, tokenizer, False)
     found = [
-      Passage(talk.prompt.id, texts.next_ids(talk, 0, tokenizer, False), None)
-      for talk in texts.talks(config, tokenizer)
+      Passage(talk.prompt.id, prompt, None, talk.prompt.where)
+      for talk, prompt in zip(talks, ids, strict=True)
     ]
-    if len({passage.id for passage in found}) < len(found):
-      raise UserError(f'--prompts={config.prompts}: two prompts have one id')
     return found, tokenizer
   corpus = corpus or read_corpus(config.corpus)
   length = config.prompt_length or PROMPT_LENGTH
@@ -121,15 +123,11 @@ def read_runs(
   Raises:
     UserError: a line is no run, or is one of another set-up.
   """
-  if path is None or not pathlib.Path(path).exists():
+  # What is no regular file is only written.
+  if path is None or file_kind(path) != 'file':
     return []
   records = []
-  text = pathlib.Path(path).read_text(encoding='utf-8')
-  for number, line in enumerate(text.splitlines(), 1):
-    try:
-      record = parse_json(line)
-    except ValueError as e:
-      raise UserError(f'--output={path}: line {number}: {e}') from e
+  for number, record in read_jsonl(path):
     for name, value in common.items():
       there = record.get(name) if isinstance(record, dict) else None
       if there != value:

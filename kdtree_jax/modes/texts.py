@@ -1,10 +1,14 @@
 """Prompts from flags and files, as token ids; and text for results."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from kdtree_jax import api
 from kdtree_jax.decode import GenerateResult
+from kdtree_jax.decode.state import check_prompt
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.files import show
 from kdtree_jax.io.prompts import Prompt, read_prompts
 from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
 from kdtree_jax.modes.run_config import RunConfig, integers
@@ -19,12 +23,18 @@ class Talk:
   Attributes:
     prompt: with the user's turns; without any if ids were given.
     ids: token ids that were given in the place of text, or None.
+    parse_special: special tokens in messages are tokens, not text.
     messages: of the chat, the model's answers included.
   """
 
   prompt: Prompt
   ids: list[int] | None
+  parse_special: bool = False
   messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+
+  def copy(self) -> 'Talk':
+    """The same talk, which goes on by itself."""
+    return dataclasses.replace(self, messages=list(self.messages))
 
 
 def talks(config: RunConfig, tokenizer: Tokenizer | None) -> list[Talk]:
@@ -38,6 +48,9 @@ def talks(config: RunConfig, tokenizer: Tokenizer | None) -> list[Talk]:
     names = ' or '.join(f'--{name}' for name in SOURCES)
     raise UserError(f'--mode={config.mode} needs one of {names}')
   (source,) = given
+  parse_special = config.parse_special_in_messages
+  if parse_special is not None and not config.chat:
+    raise UserError('--parse_special_in_messages is not used without --chat')
   if source == 'prompt_ids':
     if config.chat:
       raise UserError('--chat is not used with --prompt_ids')
@@ -59,7 +72,58 @@ def talks(config: RunConfig, tokenizer: Tokenizer | None) -> list[Talk]:
         f'--prompts={config.prompts}: prompt {prompt.id!r} has '
         f'{len(prompt.turns)} turns, which need --chat'
       )
-  return [Talk(prompt, None) for prompt in prompts]
+  return [Talk(prompt, None, bool(parse_special)) for prompt in prompts]
+
+
+def first_ids(
+  talks: Sequence[Talk], tokenizer: Tokenizer | None, chat: bool
+) -> list[list[int]]:
+  """Token ids of every first turn, which becomes part of its talk.
+
+  Raises:
+    UserError: a text that cannot be encoded; names its line.
+  """
+  found = []
+  for talk in talks:
+    with naming(talk.prompt.where, talk.prompt.id):
+      found.append(next_ids(talk, 0, tokenizer, chat))
+  return found
+
+
+def check_first(
+  talks: Sequence[Talk],
+  ids: Sequence[Sequence[int]],
+  target: api.Target,
+  capacity: int | None,
+) -> None:
+  """Refuses first turns that do not fit the target or the capacity.
+
+  Raises:
+    UserError: names the line.
+  """
+  for talk, turn in zip(talks, ids, strict=True):
+    with naming(talk.prompt.where, talk.prompt.id):
+      check_fit(turn, target, capacity)
+
+
+def check_fit(
+  ids: Sequence[int], target: api.Target, capacity: int | None
+) -> None:
+  """Refuses a prompt that does not fit the target or the capacity."""
+  config = target.config
+  limit = config.max_position_embeddings if capacity is None else capacity
+  check_prompt(ids, config.vocab_size, limit)
+
+
+@contextlib.contextmanager
+def naming(where: str | None, name: str | int) -> Iterator[None]:
+  """Errors that name a prompt by its line and id, if it is from a file."""
+  try:
+    yield
+  except UserError as e:
+    if where is None:
+      raise
+    raise UserError(f'{where}: id {show(name)}: {e}') from e
 
 
 def next_ids(
@@ -72,7 +136,7 @@ def next_ids(
   if not chat:
     return tokenizer.encode(text)
   talk.messages.append({'role': 'user', 'content': text})
-  return tokenizer.encode_chat(talk.messages)
+  return tokenizer.encode_chat(talk.messages, talk.parse_special)
 
 
 def answer(

@@ -20,6 +20,7 @@ from kdtree_jax.io.bundle import Bundle
 from kdtree_jax.io.digests import weights_digest
 from kdtree_jax.io.export import write_checkpoint
 from kdtree_jax.io.huggingface import drafter_shapes
+from kdtree_jax.io.paths import check_output
 from kdtree_jax.modes.loading import check_pair, loading
 from kdtree_jax.modes.run_config import RunConfig, required, status
 from kdtree_jax.named_configs import load_recipe
@@ -56,6 +57,7 @@ def run(config: RunConfig) -> int:
     required(getattr(config, flag), flag, 'train_drafter')
     for flag in ('target', 'corpus', 'recipe', 'output')
   )
+  check_output(output, folder=True)
   _, recipe = load_recipe(name, ATTRIBUTE)
   recipe = recipe.with_steps(config.train_steps)
   read = read_corpus(corpus)

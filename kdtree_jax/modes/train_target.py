@@ -14,10 +14,10 @@ from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import num_parameters
 from kdtree_jax.io.kdtr import Bundle, write_bundle
+from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.unload import target_tensors
 from kdtree_jax.modes.run_config import (
   RunConfig,
-  check_output,
   required,
 )
 from kdtree_jax.named_configs import load_recipe
@@ -40,7 +40,7 @@ def run(config: RunConfig) -> int:
   name = required(config.recipe, 'recipe', 'train_target')
   folder = required(config.corpus, 'corpus', 'train_target')
   output = required(config.output, 'output', 'train_target')
-  check_output(output)
+  check_output(output, folder=True)
   model, recipe = load_recipe(name)
   recipe = recipe.with_steps(config.train_steps)
   corpus = read_corpus(folder)
@@ -127,6 +127,8 @@ def _train(
 ) -> pathlib.Path:
   began = time.perf_counter()
   task = TargetTask(model, recipe.compute_dtype, recipe.router_bias_step)
+  # All of the corpus now: somebody may write another before the end.
+  tokenizer, test = corpus.tokenizer_path.read_bytes(), corpus.tokens('test')
   data = Data(
     corpus.tokens('train'), corpus.tokens('validation'), corpus.end_of_text
   )
@@ -141,9 +143,9 @@ def _train(
   seconds = time.perf_counter() - began
   tensors = target_tensors(model, state.params, ml_dtypes.bfloat16)
   path = run_folder.folder / BUNDLE
-  write_bundle(path, _bundle(name, model, recipe, corpus, tensors))
+  write_bundle(path, _bundle(name, model, recipe, corpus, tensors, tokenizer))
   evaluation = Evaluation(task, recipe, corpus.end_of_text)
-  found = evaluation(state.params, corpus.tokens('test'), token_bytes)
+  found = evaluation(state.params, test, token_bytes)
   # A finished run that is run again says the same once.
   run_folder.records = [r for r in run_folder.records if 'seconds' not in r]
   run_folder.log(
@@ -173,6 +175,7 @@ def _bundle(
   recipe: TrainRecipe,
   corpus: Corpus,
   tensors: dict[str, np.ndarray],
+  tokenizer: bytes,
 ) -> Bundle:
   return Bundle(
     name=name,
@@ -186,5 +189,5 @@ def _bundle(
       'recipe': dataclasses.asdict(recipe),
       'corpus': corpus.manifest.get('splits', {}),
     },
-    tokenizer={TOKENIZER: corpus.tokenizer_path.read_bytes()},
+    tokenizer={TOKENIZER: tokenizer},
   )

@@ -56,17 +56,25 @@ class Corpus:
   mask: int
   token_bytes: np.ndarray
   tokenizer_digest: str | None = None
+  _read: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
   @property
   def tokenizer_path(self) -> pathlib.Path:
     return self.folder / TOKENIZER
 
   def tokens(self, split: str) -> np.ndarray:
-    """`[T]` ids of `train`, `validation` or `test`; see `streams.id_dtype`.
+    """`[T]` ids of `train`, `validation` or `test`, read once.
+
+    See `streams.id_dtype` for their dtype.
 
     Raises:
       UserError: the file is missing, damaged or of another corpus.
     """
+    if split not in self._read:
+      self._read[split] = self._load(split)
+    return self._read[split]
+
+  def _load(self, split: str) -> np.ndarray:
     path = self.folder / f'{split}.npz'
     tokens = read_arrays(path).get('tokens', np.zeros(0))
     check_stream(tokens, str(path))

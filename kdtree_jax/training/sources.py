@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.files import file_kind
 from kdtree_jax.training.corpus import END_OF_TEXT, MASK
 from kdtree_jax.training.licences import licence_of_folder, licence_of_metadata
 
@@ -95,7 +96,7 @@ def read_documents(
     UserError: a folder is missing.
   """
   for folder in folders:
-    if not pathlib.Path(folder).is_dir():
+    if file_kind(folder) != 'folder':
       raise UserError(f'--corpus_sources: {folder} is no folder')
   seen: set[str] = set()
   lines = np.zeros(_TABLE, bool)
@@ -154,7 +155,11 @@ def _own_licence(folder: pathlib.Path) -> str | None:
 
 def _walk(folder: pathlib.Path) -> Iterator[str]:
   for path in folder.rglob('*'):
-    if path.is_file() and not path.is_symlink():
+    try:
+      wanted = path.is_file() and not path.is_symlink()
+    except OSError:  # Who reads it will count it.
+      wanted = True
+    if wanted:
       yield path.relative_to(folder).as_posix()
 
 
@@ -189,7 +194,7 @@ def _read(path: pathlib.Path) -> tuple[str | None, str | None]:
     text = path.read_bytes().decode('utf-8')
   except UnicodeDecodeError:
     return None, 'not UTF-8'
-  except OSError:
+  except (OSError, ValueError):  # A RECORD may list what is no path.
     return None, 'unreadable'
   text = text.removeprefix('\ufeff').replace('\r\n', '\n')
   if '\0' in text or END_OF_TEXT in text or MASK in text:

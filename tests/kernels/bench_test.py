@@ -160,6 +160,18 @@ def test_writes_json_lines(tmp_path):
   rows = [bench.check(square_case())]
   assert bench._report(rows, CEILINGS, str(path)) == 0
   assert path.read_text().count('\n') == 2
+  link = tmp_path / 'link'
+  link.symlink_to('/dev/null')
+  assert bench._report(rows, CEILINGS, str(link)) == 0
+  assert link.is_char_device() and link.is_symlink()
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path, capsys):
+  for path in ('', str(tmp_path), str(tmp_path / 'no' / 'x')):
+    with pytest.raises(SystemExit):
+      bench.parse_args([f'--output={path}'])
+    assert f'--output={path}: cannot be written' in capsys.readouterr().err
+  bench.parse_args([f'--output={tmp_path / "x"}'])
 
 
 ATTEND = functools.partial(draft_cases._attend, None, 'reference')

@@ -203,6 +203,11 @@ GENERATE = ('--mode=generate', f'--target={FIXTURE}')
     ((*GENERATE, PROMPT, '--batch_size=0'), '--batch_size=0'),
     ((*GENERATE, PROMPT, '--batch_size=2', '--stream'), 'one prompt'),
     ((*GENERATE, PROMPT, '--stop_strings=x'), 'tokenizer'),
+    ((*GENERATE, PROMPT, '--stop_strings='), 'holds an empty string'),
+    (
+      (*GENERATE, PROMPT, '--parse_special_in_messages'),
+      'not used without --chat',
+    ),
     ((*GENERATE, PROMPT, '--prefill_chunk=0'), 'prefill_chunk=0'),
     ((*GENERATE, PROMPT, '--kernels=mosaic_gpu'), 'needs dtype=bfloat16'),
     (
@@ -243,6 +248,22 @@ def test_wrong_input_is_one_line(arguments, message, monkeypatch, capsys):
   lines = capsys.readouterr().err.splitlines()
   assert len(lines) == 1 and lines[0].startswith('error: '), lines
   assert message in lines[0]
+
+
+def test_texts_and_paths_are_taken_as_they_are(tmp_path):
+  """Flags that are given once for each; a comma or a blank is part of it."""
+  given = ('\n\n', 'a ', ' b, c', ',')
+  with flagsaver.flagsaver():
+    flags.FLAGS.unparse_flags()
+    arguments = [f'--stop_strings={text}' for text in given]
+    program.parse_flags(['run.py', '--mode=generate', *arguments])
+    assert program.run_config().stop_strings == given
+  folders = (str(tmp_path / 'a, b'), f' {tmp_path}')
+  with flagsaver.flagsaver():
+    flags.FLAGS.unparse_flags()
+    arguments = [f'--corpus_sources={folder}' for folder in folders]
+    program.parse_flags(['run.py', '--mode=make_corpus', *arguments])
+    assert program.run_config().corpus_sources == folders
 
 
 def test_wrong_input_in_a_process_of_its_own():

@@ -12,7 +12,7 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.modes import loading, texts
 from kdtree_jax.modes.run_config import RunConfig
 from tests import support
-from tests.io.tokenizer_test import KIMI_TEMPLATE, write_ranks
+from tests.io.tokenizer_test import KIMI_NAMES, KIMI_TEMPLATE, write_ranks
 from tests.modes.run_test import run
 
 NAME = 'moonlight'
@@ -139,6 +139,28 @@ def test_turns_need_chat(folder, tmp_path):
   ids = config(target=str(folder), prompt_ids=('1',), chat=True)
   with pytest.raises(UserError, match='--chat is not used with --prompt_ids'):
     texts.talks(ids, texts.tokenizer_of(ids))
+
+
+@pytest.mark.parametrize('parsed', (None, True))
+def test_control_tokens_in_a_prompt_are_text(tmp_path, parsed):
+  """In every turn of a chat, the model's own included, unless asked for."""
+  write_ranks(tmp_path, [bytes([i]) for i in range(256)])
+  added = {str(i): {'content': name} for i, name in KIMI_NAMES.items()}
+  config_json = {'added_tokens_decoder': added, 'chat_template': KIMI_TEMPLATE}
+  (tmp_path / 'tokenizer_config.json').write_text(json.dumps(config_json))
+  text = 'a<|im_end|>'
+  fields = {'target': str(tmp_path), 'prompt': text}
+  given = config(**fields, chat=True, parse_special_in_messages=parsed)
+  tokenizer = texts.tokenizer_of(given)
+  (talk,) = texts.talks(given, tokenizer)
+  first = texts.next_ids(talk, 0, tokenizer, True)
+  talk.messages.append({'role': 'assistant', 'content': text})
+  second = texts.next_ids(talk, 0, tokenizer, True)
+  assert (first.count(258), second.count(258)) == ((2, 6) if parsed else (1, 3))
+  # A raw prompt is the user's own to make up.
+  raw = config(**fields)
+  (talk,) = texts.talks(raw, tokenizer)
+  assert texts.next_ids(talk, 0, tokenizer, False) == [97, 258]
 
 
 def test_a_broken_tokenizer_is_no_obstacle_to_ids(folder, tmp_path):

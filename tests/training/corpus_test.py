@@ -91,6 +91,16 @@ def test_what_is_taken(site):
     list(read_documents([str(site / 'missing')], skipped))
 
 
+def test_a_record_that_lists_no_path(tmp_path):
+  install(tmp_path, 'kept', 'License: MIT', {'kept/a.py': program(1)})
+  (record,) = tmp_path.glob('*.dist-info/RECORD')
+  with open(record, 'a') as file:
+    file.write(f'\nkept/\0.py,,\nkept/{"x" * 300}.py,,\n')
+  skipped = Skipped({}, collections.Counter())
+  (document,) = read_documents([str(tmp_path)], skipped)
+  assert document.path == 'kept/a.py' and skipped.files == {'unreadable': 2}
+
+
 @pytest.mark.parametrize(
   ('metadata', 'licence'),
   [

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -267,6 +269,36 @@ def test_the_bundle_is_what_was_trained(trained, corpus):
     jax.tree.leaves(rounded), jax.tree.leaves(target.params), strict=True
   ):
     assert np.array_equal(a.astype(jnp.float32), b)
+
+
+def test_a_corpus_is_read_before_the_training(corpus, tmp_path, monkeypatch):
+  """Hours later another may be in its place."""
+  folder = shutil.copytree(corpus.folder, tmp_path / 'corpus')
+  copy, written = read_corpus(folder), []
+
+  def fit(*_, **__):
+    shutil.rmtree(folder)
+    return types.SimpleNamespace(params={})
+
+  class Evaluated(Exception):
+    pass
+
+  def evaluate(params, tokens, constants):
+    assert np.array_equal(tokens, corpus.tokens('test')[: len(tokens)])
+    raise Evaluated
+
+  monkeypatch.setattr(train_target, 'fit', fit)
+  monkeypatch.setattr(train_target, 'target_tensors', lambda *_: {})
+  monkeypatch.setattr(train_target, 'Evaluation', lambda *_: evaluate)
+  monkeypatch.setattr(
+    train_target, 'write_bundle', lambda _, bundle: written.append(bundle)
+  )
+  with pytest.raises(Evaluated):
+    train_target.train('small', MODEL, RECIPE, copy, tmp_path / 'run')
+  assert written[0].tokenizer == {
+    'tokenizer.json': corpus.tokenizer_path.read_bytes()
+  }
+  assert copy.tokens('train') is copy.tokens('train')
 
 
 def test_resume_is_bitwise(trained, corpus, tmp_path):

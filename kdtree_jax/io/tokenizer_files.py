@@ -1,0 +1,96 @@
+"""The files of a tokenizer, wherever they are."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kdtree_jax.errors import UserError
+from kdtree_jax.io.bundle import TOKENIZER_FILES
+from kdtree_jax.io.files import show
+from kdtree_jax.io.tensors import json_object
+
+JSON_FILE, KIMI_FILE = 'tokenizer.json', 'tiktoken.model'
+CONFIG_FILE = 'tokenizer_config.json'
+
+
+class TokenizerError(UserError):
+  """A tokenizer's file is missing, broken or unsupported."""
+
+
+class TokenizerFiles(NamedTuple):
+  """A tokenizer's files.
+
+  Attributes:
+    home: the folder or bundle.
+    data: bytes by file name.
+  """
+
+  home: str
+  data: Mapping[str, bytes]
+
+  def where(self, name: str) -> str:
+    return f'{self.home}/{name}'
+
+  def config(self) -> Mapping[str, Any]:
+    """tokenizer_config.json, parsed; empty if there is none."""
+    if CONFIG_FILE not in self.data:
+      return {}
+    where = self.where(CONFIG_FILE)
+    return json_object(self.data[CONFIG_FILE], where, TokenizerError)
+
+
+def read_files(folder: pathlib.Path) -> dict[str, bytes]:
+  """What a folder has of `TOKENIZER_FILES`.
+
+  Raises:
+    TokenizerError: a file that cannot be read.
+  """
+  data = {}
+  for name in TOKENIZER_FILES:
+    path = folder / name
+    try:
+      data[name] = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+      continue
+    except OSError as e:
+      raise TokenizerError(f'{path}: cannot be read: {e.strerror or e}') from e
+  return data
+
+
+def token_text(value: Any) -> str | None:
+  """A token's text: itself, or the `content` of an object."""
+  if isinstance(value, Mapping):
+    value = value.get('content')
+  return value if isinstance(value, str) else None
+
+
+def added_tokens(
+  config: Mapping[str, Any], where: str
+) -> dict[int, Mapping[str, Any]]:
+  """`added_tokens_decoder`: entries with a text, by id, in the order of ids.
+
+  Args:
+    config: tokenizer_config.json, parsed.
+    where: that file, for messages.
+
+  Raises:
+    TokenizerError: it is ill-formed.
+  """
+  raw = config.get('added_tokens_decoder') or {}
+  if not isinstance(raw, Mapping):
+    raise TokenizerError(f'{where}: added_tokens_decoder is no object')
+  found: dict[int, Mapping[str, Any]] = {}
+  for key, value in raw.items():
+    text = token_text(value)
+    if not (key.isascii() and key.isdecimal()) or text is None:
+      raise TokenizerError(
+        f'{where}: added_tokens_decoder: {show(key)} is {show(value, 60)}, no '
+        'id with a token'
+      )
+    if not text:
+      raise TokenizerError(
+        f'{where}: added_tokens_decoder: the name of token {key} is empty'
+      )
+    entry = value if isinstance(value, Mapping) else {'content': text}
+    found[int(key)] = entry
+  return dict(sorted(found.items()))
