@@ -10,9 +10,17 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 import safetensors
+import safetensors.numpy
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import file_kind, parse_json, reason, show, show_path
+from kdtree_jax.io.files import (
+  file_kind,
+  one_line,
+  parse_json,
+  reason,
+  show,
+  show_path,
+)
 
 SINGLE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
@@ -134,6 +142,30 @@ def json_object(
   if not isinstance(fields, dict):
     raise error(f'{where}: holds {show(fields)}, not a JSON object')
   return fields
+
+
+def write_safetensors(
+  path: pathlib.Path,
+  tensors: Mapping[str, np.ndarray],
+  metadata: dict[str, str],
+) -> None:
+  """Writes a new file by safetensors' own writer, which copies no data.
+
+  That writer renames a private file of its own to `path`, whatever was there:
+  so links and devices are the caller's business, and the permissions are set to
+  those of any new file.
+
+  Raises:
+    OSError: the file system refuses, or a name is no text.
+  """
+  path.touch()
+  mode = path.stat().st_mode
+  arrays = {k: np.asarray(v, order='C') for k, v in tensors.items()}
+  try:
+    safetensors.numpy.save_file(arrays, path, metadata)
+  except (safetensors.SafetensorError, UnicodeEncodeError) as e:
+    raise OSError(one_line(e)) from e
+  path.chmod(mode)
 
 
 def open_safetensors(
@@ -268,10 +300,6 @@ class SafetensorsSource:
 
   def dtype(self, name: str) -> str:
     return self._find(name).entries[name]['dtype']
-
-  def file(self, name: str) -> pathlib.Path:
-    """The file that holds a tensor, for messages."""
-    return self._find(name).path
 
   def metadata(self) -> dict[str, str]:
     """Free text of the header; of shards, all together."""
