@@ -29,6 +29,7 @@ from kdtree_jax.io.bundle import (
   check_contents,
   check_files,
 )
+from kdtree_jax.io.digests import sha256
 from kdtree_jax.io.files import (
   canonical_json,
   file_kind,
@@ -234,8 +235,7 @@ def _manifest(bundle: Bundle, tensors: Mapping[str, np.ndarray]) -> str:
 
 def _seal(manifest: Mapping[str, Any]) -> str:
   """The digest of a manifest without its own digest."""
-  rest = {k: v for k, v in manifest.items() if k != 'sha256'}
-  return hashlib.sha256(canonical_json(rest).encode()).hexdigest()
+  return sha256({k: v for k, v in manifest.items() if k != 'sha256'})
 
 
 def _parse_manifest(text: str) -> Manifest:

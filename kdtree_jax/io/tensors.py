@@ -353,38 +353,6 @@ class MappingSource:
     del name
 
 
-class PrefixedSource:
-  """The tensors of a source whose names begin with a prefix, without it."""
-
-  def __init__(self, source: TensorSource, prefix: str):
-    self._source, self._prefix = source, prefix
-
-  def names(self) -> tuple[str, ...]:
-    return tuple(
-      name.removeprefix(self._prefix)
-      for name in self._source.names()
-      if name.startswith(self._prefix)
-    )
-
-  def shape(self, name: str) -> tuple[int, ...]:
-    return self._source.shape(self._prefix + name)
-
-  def dtype(self, name: str) -> str:
-    return self._source.dtype(self._prefix + name)
-
-  def read(self, name: str) -> np.ndarray:
-    return self._source.read(self._prefix + name)
-
-  def view(self, name: str) -> np.ndarray:
-    return self._source.view(self._prefix + name)
-
-  def prefetch(self, names: Iterable[str]) -> None:
-    self._source.prefetch(self._prefix + name for name in names)
-
-  def release(self, name: str) -> None:
-    self._source.release(self._prefix + name)
-
-
 def _folder_files(
   folder: pathlib.Path,
 ) -> tuple[tuple[pathlib.Path, ...], dict[str, str] | None]:

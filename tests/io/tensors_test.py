@@ -11,7 +11,6 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.io.tensors import (
   CheckpointError,
   MappingSource,
-  PrefixedSource,
   SafetensorsSource,
   read_json,
 )
@@ -47,13 +46,6 @@ def test_a_file_a_folder_and_a_mapping_read_alike(folder):
 def test_shards_with_an_index(tmp_path):
   write_shards(tmp_path, {'m-1.safetensors': {'x.a': A}, 'm-2': {'b': B}})
   check_contents(SafetensorsSource(tmp_path))
-
-
-def test_a_prefix_selects_and_is_removed(folder):
-  view = PrefixedSource(SafetensorsSource(folder), 'x.')
-  assert view.names() == ('a',)
-  assert (view.shape('a'), view.dtype('a')) == ((2, 3), 'F32')
-  np.testing.assert_array_equal(view.read('a'), A)
 
 
 @pytest.mark.parametrize('source', ['file', 'mapping'])
