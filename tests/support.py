@@ -89,15 +89,20 @@ def relative_error(actual: np.ndarray, wanted: np.ndarray) -> float:
 _COMPILED: list[str] = []
 
 
-def _count(event: str, seconds: float, **_: object) -> None:
+def _count(event: str, seconds: float, **fields: object) -> None:
   del seconds
   if event == '/jax/core/compile/backend_compile_duration':
-    _COMPILED.append(event)
+    name = str(fields.get('fun_name'))
+    _COMPILED.append(name.removeprefix('jit(').removesuffix(')'))
 
 
 jax.monitoring.register_event_duration_secs_listener(_count)
 
 
-def compilations() -> int:
-  """Programs that JAX has compiled, or loaded from disk, in this process."""
-  return len(_COMPILED)
+def compilations(*names: str) -> int:
+  """Programs that JAX has compiled, or loaded from disk, in this process.
+
+  Args:
+    *names: functions to count; default: all.
+  """
+  return sum(not names or name in names for name in _COMPILED)

@@ -40,9 +40,11 @@ def target():
 
 @pytest.fixture(autouse=True)
 def nothing_compiles():
-  before = support.compilations()
+  # Making a target's weights or a state compiles small programs.
+  decoding = ('prefill', 'decode_loop', 'decode_rounds', 'forward_logits')
+  before = support.compilations(*decoding)
   yield
-  assert support.compilations() == before
+  assert support.compilations(*decoding) == before
 
 
 def refused(match, call, *operands, **fields):

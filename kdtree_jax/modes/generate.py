@@ -15,6 +15,7 @@ from kdtree_jax.modes import serving, texts
 from kdtree_jax.modes.loading import (
   check_target,
   drafted_rounds,
+  ends_early,
   load_target,
   mismatch,
 )

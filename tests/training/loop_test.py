@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kdtree_jax import named_configs
 from kdtree_jax.errors import UserError
-from kdtree_jax.training import recipe
+from kdtree_jax.named_configs import load_recipe
 from kdtree_jax.training.checkpoints import METRICS, RUN, Run
 from kdtree_jax.training.loop import Data, Evaluation, fit, optimizer, schedule
-from kdtree_jax.training.recipe import TrainRecipe, load_recipe
+from kdtree_jax.training.recipe import TrainRecipe
 
 RECIPE = TrainRecipe(
   steps=12,
@@ -158,11 +159,13 @@ def test_a_recipe_of_another_kind(monkeypatch):
     ('1 / 0', 'broken.py: ZeroDivisionError: division by zero'),
   ],
 )
-def test_a_recipe_file_that_cannot_be_read(line, match, monkeypatch):
-  def module(name):
-    exec(line, globals())
-
-  monkeypatch.setattr(recipe, 'config_names', lambda: ('broken',))
-  monkeypatch.setattr(recipe, '_module', module)
+def test_a_recipe_file_that_cannot_be_read(line, match, monkeypatch, tmp_path):
+  (tmp_path / 'broken.py').write_text(
+    'import dataclasses\n'
+    'from kdtree_jax.named_configs import load_config, load_recipe\n'
+    'from kdtree_jax.training.recipe import TrainRecipe\n'
+    f'CONFIG, RECIPE = {RECIPE!r}, {RECIPE!r}\nRECIPE = {line}\n'
+  )
+  monkeypatch.setattr(named_configs, 'repository_path', lambda _: tmp_path)
   with pytest.raises(UserError, match=f'configs/{match}'):
     load_recipe('broken')
