@@ -14,17 +14,17 @@ from typing import Any, Literal
 from kdtree_jax.errors import UserError, show
 
 
-def show_more(names: Sequence[str], limit: int = 3) -> str:
+def show_more(names: Sequence[str]) -> str:
   """The rest of a list of foreign names, in brackets; empty if there is none.
 
   Args:
-    names: those after the first, which the message has already.
-    limit: the most to spell out; the others are counted.
+    names: those after the first, which the message has already. Three are
+      spelled out, the others are counted.
   """
   if not names:
     return ''
-  some = ', '.join(show(name) for name in names[:limit])
-  dots = ', ...' if len(names) > limit else ''
+  some = ', '.join(show(name) for name in names[:3])
+  dots = ', ...' if len(names) > 3 else ''
   return f' (and {len(names)} more: {some}{dots})'
 
 
@@ -162,19 +162,9 @@ def _replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
   sync_folder(path.parent)
 
 
-def write_atomically(
-  path: os.PathLike | str,
-  chunks: Iterable[Buffer],
-  error: type[UserError] = UserError,
-) -> None:
-  """Writes a whole file or leaves what was there untouched; see `replacing`.
-
-  Args:
-    path: the file to create or replace.
-    chunks: its bytes.
-    error: what to raise if the file system refuses.
-  """
-  with replacing(path, error) as temporary, open(temporary, 'wb') as file:
+def write_atomically(path: os.PathLike | str, chunks: Iterable[Buffer]) -> None:
+  """Writes a whole file or leaves what was there untouched; see `replacing`."""
+  with replacing(path) as temporary, open(temporary, 'wb') as file:
     file.writelines(chunks)
 
 

@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import pathlib
+import stat
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -112,23 +113,22 @@ def dtype_name(dtype: np.dtype) -> str:
   return _DTYPE_NAMES.get(dtype, str(dtype))
 
 
-def read_json(
-  path: os.PathLike | str, error: type[UserError] = CheckpointError
-) -> dict[str, Any]:
+def read_json(path: os.PathLike | str) -> dict[str, Any]:
   """The JSON object in a file.
 
   Raises:
-    CheckpointError (or `error`): missing or unreadable, not JSON, a key twice
+    CheckpointError: missing or unreadable, not JSON, a key twice
       in one object, or something else than an object.
   """
   path = pathlib.Path(path)
   try:
     data = path.read_bytes()
   except FileNotFoundError:
-    raise error(f'{path}: no such file') from None
+    raise CheckpointError(f'{path}: no such file') from None
   except (OSError, ValueError) as e:  # A null byte.
-    raise error(f'{show_path(path)}: cannot be read: {reason(e)}') from e
-  return json_object(data, str(path), error)
+    where = show_path(path)
+    raise CheckpointError(f'{where}: cannot be read: {reason(e)}') from e
+  return json_object(data, str(path))
 
 
 def json_object(
@@ -151,15 +151,18 @@ def write_safetensors(
 ) -> None:
   """Writes a new file by safetensors' own writer, which copies no data.
 
-  That writer renames a private file of its own to `path`, whatever was there:
-  so links and devices are the caller's business, and the permissions are set to
-  those of any new file.
+  That writer renames a private file of its own to `path`, whatever is there. So
+  a link, a pipe or a device is refused (`files.replacing` gives a file for
+  one), and the permissions are set to those of any new file.
 
   Raises:
-    OSError: the file system refuses, or a name is no text.
+    OSError: the file system refuses, `path` is no plain file, or a name is no
+      text.
   """
   path.touch()
-  mode = path.stat().st_mode
+  mode = path.lstat().st_mode
+  if not stat.S_ISREG(mode):
+    raise OSError(f'{path} is no plain file')
   arrays = {k: np.asarray(v, order='C') for k, v in tensors.items()}
   try:
     safetensors.numpy.save_file(arrays, path, metadata)
@@ -168,29 +171,31 @@ def write_safetensors(
   path.chmod(mode)
 
 
-def open_safetensors(
-  path: os.PathLike | str, error: type[UserError] = CheckpointError
-) -> Any:
+def open_safetensors(path: os.PathLike | str) -> Any:
   """A `safe_open` handle: the header is parsed, the data is only mapped.
 
   Raises:
-    CheckpointError (or `error`): missing, truncated or not safetensors.
+    CheckpointError: missing, truncated or not safetensors.
   """
   path = pathlib.Path(path)
   # Asked first, because mapping a folder or a device gives riddles.
   try:
     kind = file_kind(path)
   except UserError as e:
-    raise error(str(e)) from e
+    raise CheckpointError(str(e)) from e
   try:
     if kind == 'file':
       return safetensors.safe_open(str(path), framework='numpy')
   except OSError as e:
-    raise error(f'{path}: cannot be read: {e.strerror or e}') from e
+    raise CheckpointError(f'{path}: cannot be read: {e.strerror or e}') from e
   # ValueError: a path that is not UTF-8.
   except (safetensors.SafetensorError, ValueError) as e:
-    raise error(f'{path}: not a complete safetensors file: {e}') from e
-  raise error(f'{path}: {"is not a file" if kind else "no such file"}')
+    raise CheckpointError(
+      f'{path}: not a complete safetensors file: {e}'
+    ) from e
+  raise CheckpointError(
+    f'{path}: {"is not a file" if kind else "no such file"}'
+  )
 
 
 class _MappedFile:

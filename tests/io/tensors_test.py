@@ -1,6 +1,7 @@
 """Safetensors files and folders: what is read, and what is refused."""
 
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ from kdtree_jax.io.tensors import (
   MappingSource,
   SafetensorsSource,
   read_json,
+  write_safetensors,
 )
 from tests.io.fixtures import DATA, write_shards
 
@@ -219,3 +221,20 @@ def test_fixtures_open():
   source = SafetensorsSource(DATA / 'moonlight')
   assert source.dtype('lm_head.weight') == 'F32'
   assert source.metadata() == {'format': 'pt'}
+
+
+def test_only_a_plain_file_is_written(tmp_path):
+  """safetensors' writer would rename its file over anything else."""
+  link, pipe = tmp_path / 'link', tmp_path / 'pipe'
+  link.symlink_to('file')
+  os.mkfifo(pipe)
+  for path in (link, pipe):
+    with pytest.raises(OSError, match='is no plain file'):
+      write_safetensors(path, {'a': A}, {})
+  assert link.is_symlink() and pipe.is_fifo()
+  write_safetensors(tmp_path / 'file', {'a': A.T}, {})
+  mode = (tmp_path / 'file').stat().st_mode
+  (tmp_path / 'plain').touch()
+  assert mode == (tmp_path / 'plain').stat().st_mode
+  found = SafetensorsSource(tmp_path / 'file').read('a')
+  np.testing.assert_array_equal(found, A.T)
