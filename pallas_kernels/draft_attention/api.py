@@ -36,14 +36,15 @@ def draft_attention(
 
   Slot w stands at position `lengths[b] + w`. It sees the first `lengths[b]`
   rows of `context[layer, b]` and the rows of the block, of both only what the
-  masks leave. What lies behind the length may hold anything, NaN included: it
-  does not matter, nor is it read beyond the length rounded up to a tile.
+  masks leave. Any content of other rows leaves a slot's result bitwise the
+  same, NaN and infinities included. A slot that does see NaN in a row's key or
+  value has NaN in its result, of the heads that share them.
 
   Args:
     query: `[B, W, K, G, d]` float32 or bfloat16, rotated.
     context: `[L, B, S, 2 K d]`, of the query's dtype; only read.
     rows: `[B, W, 2 K d]`, of the query's dtype; this layer's keys and values of
-      the block, finite.
+      the block.
     lengths: `[B]` int32, committed rows, 0..S.
     layer: index of the layer in the context, static.
     scale: softmax scale, static.

@@ -182,27 +182,80 @@ def _mask(block: Block, s: jax.Array, tile: jax.Array) -> jax.Array:
       s = jnp.where(key <= slot, s, -jnp.inf)
     return in_window(s, key, 0)
 
+  return lax.switch(_kind(block, tile), (lambda s: s, in_context, in_block), s)
+
+
+def _kind(block: Block, tile: jax.Array) -> jax.Array:
+  """0 for a tile that every slot sees, 1 for others of the context, 2 else."""
+  plan = block.plan
   partly = tile >= lax.div(block.length, KEYS)
-  if window is not None:
-    last = block.length - window
+  if plan.window is not None:
+    last = block.length - plan.window
     if not plan.window_from_root:
       last = last + plan.slots - 1
     partly = partly | (tile * KEYS <= last)
-  kind = jnp.where(tile >= block.num_prefix, 2, partly.astype(jnp.int32))
-  return lax.switch(kind, (lambda s: s, in_context, in_block), s)
+  return jnp.where(tile >= block.num_prefix, 2, partly.astype(jnp.int32))
 
 
-def _clean(block: Block, tile: jax.Array, slot) -> None:
-  """Zeroes the values behind the length: weights of 0 do not silence a NaN."""
-  here = block.length - tile * KEYS
+def _clean(block: Block, s: jax.Array, tile: jax.Array, slot):
+  """Moves what is not finite in a tile's values to its scores.
 
-  @pl.when((here < KEYS) & (tile < block.num_prefix))
-  def _():
-    for first in range(0, DIM, KEYS):
-      at = (*slot, slice(None), pl.ds(first, KEYS))
-      v = plgpu.load(block.values.at[at], layout=plgpu.Layout.WGMMA)
-      v = jnp.where(_iota(0) < here, v.astype(jnp.float32), 0.0)
+  A weight of 0 does not silence a NaN: where some slot does not see all rows,
+  such values become 0, and the scores of their rows NaN before the mask, so
+  that whoever sees one has a weight of NaN.
+
+  Args:
+    block: the block.
+    s: the tile's scores before the mask, [ROWS, KEYS].
+    tile: its number.
+    slot: where it is. Its values are awaited if they are looked at.
+
+  Returns:
+    The scores, and whether the values have been awaited.
+  """
+  plan = block.plan
+  suspect = _kind(block, tile) > 0
+  if not plan.causal and plan.window is None:
+    # All slots see the whole block; what is loaded behind it is zeros.
+    suspect = suspect & (tile < block.num_prefix)
+  parts = [
+    (*slot, slice(None), pl.ds(first, KEYS)) for first in range(0, DIM, KEYS)
+  ]
+
+  def load(at):
+    v = plgpu.load(block.values.at[at], layout=plgpu.Layout.WGMMA)
+    return v.astype(jnp.float32)
+
+  def look(s):
+    plgpu.barrier_wait(block.values_full.at[slot])
+    bad = plgpu.layout_cast(jnp.zeros((KEYS,), jnp.float32), _ROW)
+    for at in parts:
+      flags = jnp.where(jnp.abs(load(at)) < jnp.inf, 0.0, 1.0)
+      bad = jnp.maximum(bad, flags.max(axis=1))
+    return lax.cond(
+      jnp.max(jnp.where(bad > 0, 1, 0)) > 0, lambda s: move(s, bad), keep, s
+    )
+
+  def move(s, bad):
+    for at in parts:
+      v = load(at)
+      v = jnp.where(jnp.abs(v) < jnp.inf, v, 0.0)
       block.values[at] = v.astype(jnp.bfloat16)
+    # From rows of values to columns of scores, by way of shared memory.
+    block.logs[block.warpgroup] = bad
+    plgpu.commit_smem()
+    bad = plgpu.load(
+      block.logs.at[block.warpgroup],
+      layout=plgpu.Layout.WGMMA.reduce(0),
+      optimized=False,
+    )
+    bad = lax.broadcast_in_dim(bad, s.shape, (1,))
+    return jnp.where(bad > 0, jnp.nan, s)
+
+  def keep(s):
+    return s
+
+  return lax.cond(suspect, look, keep, s), suspect
 
 
 def _score(block: Block, slot) -> jax.Array:
@@ -245,6 +298,7 @@ def _step(block: Block, i, carry):
   tile, slot = block.start + i, (block.warpgroup, lax.rem(i, SLOTS))
   plgpu.barrier_wait(block.keys_full.at[slot])
   s = _score(block, slot) * (block.plan.scale * _LOG2E)
+  s, awaited = _clean(block, s, tile, slot)
   s = _mask(block, s, tile)
   new_m = jnp.maximum(m, s.max(axis=1))
   # A slot may see nothing yet; -inf - (-inf) would be NaN.
@@ -253,8 +307,11 @@ def _step(block: Block, i, carry):
   w = jnp.exp2(s - lax.broadcast_in_dim(base, s.shape, (0,)))
   total = total * factor + w.sum(axis=1)
   block.weights[block.warpgroup] = w.astype(jnp.bfloat16)
-  plgpu.barrier_wait(block.values_full.at[slot])
-  _clean(block, tile, slot)
+
+  @pl.when(jnp.logical_not(awaited))
+  def _():
+    plgpu.barrier_wait(block.values_full.at[slot])
+
   plgpu.commit_smem()
   acc = acc * lax.broadcast_in_dim(factor, acc.shape, (0,))
   acc = _multiply(block, acc, slot)

@@ -35,10 +35,11 @@ def verify_attention(
   """Attention of N new nodes over the committed prefix and each other.
 
   A node sees the first `lengths[b]` rows of `cache[layer, b]` and the new rows
-  its ancestor bits name. Nothing else is read: the cache beyond `lengths`, and
-  new rows that no node sees, may hold NaN; any finite content of rows that a
-  node does not see leaves its result bitwise the same. A node that sees
-  nothing gets zeros.
+  its ancestor bits name. Any content of other rows leaves its result bitwise
+  the same, NaN and infinities included, wherever they are: behind `lengths`, in
+  padding, in new rows that other nodes see. NaN in a row that a node does see
+  makes NaN of its result; an infinity does so unless it makes the row's weight
+  0. A node that sees nothing gets zeros.
 
   Args:
     query: `[B, N, H, C]` float32 or bfloat16.

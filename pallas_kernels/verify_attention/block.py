@@ -225,11 +225,10 @@ def _mask(block: Block, s: jax.Array, tile: jax.Array) -> jax.Array:
 
 
 def _clean(block: Block, s: jax.Array, tile: jax.Array, slot) -> None:
-  """Zeroes what is not finite in the values of a tile that may hold such.
+  """Zeroes what is not finite in the values of a tile that hides some rows.
 
-  A weight of 0 does not silence a NaN. Only rows behind the prefix and new
-  rows that no node sees may hold one; a NaN in a row that counts has reached
-  the scores already.
+  A weight of 0 does not silence a NaN. Who sees such a row has it in the scores
+  and gets NaN of its own weights.
 
   Args:
     block: the block.
@@ -239,10 +238,15 @@ def _clean(block: Block, s: jax.Array, tile: jax.Array, slot) -> None:
     tile: its number.
     slot: where it is.
   """
+  plan = block.plan
   suspect = tile >= lax.div(block.length, KEYS)
-  if not block.plan.has_bits:
-    # In a chain every new row is seen, if only by its own node.
-    suspect = suspect & (tile < block.num_prefix)
+  if not plan.has_bits:
+    # What comes after the block's first node; rows of two heads have node 0.
+    node0 = lax.rem(block.row0, plan.n)
+    node0 = jnp.where(node0 + ROWS > plan.n, 0, node0)
+    last = (tile - block.num_prefix) * KEYS + (KEYS - 1)
+    hidden = jnp.minimum(last, plan.n - 1) > node0
+    suspect = suspect & ((tile < block.num_prefix) | hidden)
 
   def dirty():
     rows = jnp.where(jnp.abs(s) < jnp.inf, 0.0, 1.0).max(axis=1)

@@ -28,9 +28,7 @@ def verify_attention(
     visible = jnp.broadcast_to(causal, (query.shape[0], n, n))
   else:
     visible = bits.unpack_bits(ancestors, n)
-  # A weight of 0 does not silence a NaN, so rows that nobody sees are zeroed.
-  prefix = jnp.where(in_prefix[:, :, None], cache[layer], 0)
-  rows = jnp.where(jnp.any(visible, axis=1)[:, :, None], rows, 0)
+  prefix = cache[layer]
 
   # The prefix mask is the same for all nodes and stays [B, 1, 1, S].
   def scores(keys, mask):

@@ -98,6 +98,51 @@ def test_masks(masks):
   check(make_inputs(7, 1, 1, 200, [197]), **masks)
 
 
+@pytest.mark.filterwarnings('ignore:invalid value encountered in matmul')
+@pytest.mark.parametrize(
+  ('masks', 'splits'),
+  (
+    ({'causal': True, 'window': 70}, 1),
+    ({'window': 3, 'window_from_root': True}, 1),
+    ({'window': 3}, 2),
+    ({}, 1),
+  ),
+  ids=str,
+)
+def test_what_is_not_finite_reaches_only_those_that_see_it(masks, splits):
+  """One value of a row: of its key or of its value, of one of two heads.
+
+  Of tiles that all slots see, or some, or none, and of the block; the second
+  sequence is as it was, with infinities behind its length.
+  """
+  query, context, rows, lengths = make_inputs(7, 2, 1, 200, [197, 66])
+  context = context.at[LAYER, 1, 66:].set(jnp.inf)
+  inputs = (query, context, rows, lengths)
+  out = interpreted(*inputs, splits=splits, **masks)
+  assert np.isfinite(out.astype(jnp.float32)).all()
+  for row, column, value in (
+    (5, 3, jnp.nan),
+    (130, 3 * D + 7, -jnp.inf),
+    (195, 2 * D + 127, jnp.nan),
+    (197 + 4, 2 * D, jnp.nan),
+    (197 + 5, D, jnp.nan),
+  ):
+    if row < 197:
+      changed = query, context.at[LAYER, 0, row, column].set(value), rows
+    else:
+      changed = query, context, rows.at[0, row - 197, column].set(value)
+    got = np.asarray(
+      interpreted(*changed, lengths, splits=splits, **masks), np.float32
+    )
+    # What the definition, in float64 on visible rows alone, makes of it.
+    bad = (np.asarray(a.astype(jnp.float32)) for a in changed)
+    with np.errstate(invalid='ignore'):
+      truth = plain_test.expected(*bad, lengths, **STATIC | masks)
+    reached = ~np.isfinite(truth).all(axis=-1)
+    np.testing.assert_array_equal(got[~reached], np.float32(out)[~reached])
+    assert not np.isfinite(got[reached]).all(axis=-1).any()
+
+
 def test_very_low_scores_and_a_scale_below_zero():
   """All scores are about -1e4, and maxima rise from tile to tile."""
   query, context, rows, lengths = make_inputs(2, 1, 2, 256, [250])

@@ -107,6 +107,29 @@ def test_a_row_does_not_depend_on_its_neighbours():
   assert np.isnan(changed[1]).all()
 
 
+@pytest.mark.parametrize('value', (np.nan, np.inf))
+@pytest.mark.parametrize('masks', MASKS, ids=str)
+def test_what_is_not_finite_reaches_only_those_that_see_it(masks, value):
+  """One value of a row: of its key or of its value, of one of two heads."""
+  arrays = make_arrays(7, [3, 12])
+  out = run(arrays, **masks)
+  for place, column in ((1, 0), (2, 2 * K * D - 1)):  # context and block
+    for at in (0, 6) if place == 2 else (2, 9):
+      changed = [a.copy() for a in arrays]
+      # Finite, it would change the weights of those that see it.
+      seen_by = [a.copy() for a in arrays]
+      for copy, x in ((changed, value), (seen_by, 50.0)):
+        row = copy[1][LAYER, 1] if place == 1 else copy[2][1]
+        row[at, column] = x
+      got, finite = run(changed, **masks), run(seen_by, **masks)
+      reached = finite != out
+      assert reached.any() or 'window' in masks
+      seen = reached.any(axis=-1)
+      np.testing.assert_array_equal(got[~seen], out[~seen])
+      if np.isnan(value):
+        assert np.isnan(got[seen]).all()
+
+
 def test_bfloat16_is_as_exact_as_its_weights():
   arrays = make_arrays(16, [0, 11])
   values = [jnp.asarray(a, jnp.bfloat16) for a in arrays[:3]]

@@ -214,6 +214,20 @@ def test_nan_stays_in_its_row(cut):
   np.testing.assert_array_equal(clean[others], spoilt[others])
 
 
+@pytest.mark.parametrize(
+  'cut', [pytest.param(DENSE, marks=pytest.mark.slow), GROUPED]
+)
+def test_nan_in_an_expert_reaches_only_those_that_chose_it(cut):
+  x, gate_up, down, ids, weights, shared = make_inputs(8, shared=1)
+  others = (np.asarray(ids) != 1).all(axis=1)
+  assert others.any() and not others.all()
+  rest = ids, weights, shared
+  clean = interpreted(cut, x, gate_up, down, *rest)
+  spoilt = interpreted(cut, x, gate_up, down.at[1].set(jnp.nan), *rest)
+  np.testing.assert_array_equal(clean[others], spoilt[others])
+  assert np.isnan(np.asarray(spoilt, np.float32)[~others]).all()
+
+
 def lower(function, *shapes):
   """Lowers for an H200, which this machine need not have."""
   device = AbstractDevice('NVIDIA H200', 132, 'gpu')

@@ -338,6 +338,10 @@ def test_infinite_logits_tie_by_token_id():
   assert tree.tokens[0, 1] == 1  # log 1/2, before any child of it
   assert np.isfinite(tree.scores).all()
   np.testing.assert_allclose(tree.scores[0, 1], -np.log(2), rtol=1e-6)
+  # They share all probability: nothing else is possible at their depth.
+  tree = build(logits, roots(2), budget=62)
+  assert {*np.asarray(tree.tokens[0])[tree.depths[0] == 1].tolist()} == {1, 4}
+  assert tree.num_nodes.tolist() == [1 + 2 * (1 + 5 + 25), 63]
 
 
 def test_no_prefix_closed_set_of_the_size_has_more_mass():

@@ -181,6 +181,58 @@ def test_one_value_that_nobody_may_see(hidden):
   assert error(out, truth) <= 2 * error(plain(*inputs), truth)
 
 
+def check_reach(inputs, mask, places, value, **options):
+  """Poisons new rows `[(sequence, node, columns)]`, all at once.
+
+  Who sees one gets NaN, the others keep their bits.
+  """
+  want = interpreted(*inputs, **options)
+  query, cache, rows, *rest = inputs
+  reached = np.zeros(mask.shape[:2], bool)
+  for b, node, columns in places:
+    rows = rows.at[b, node, columns].set(value)
+    reached[b] |= mask[b, :, node]
+  got = interpreted(query, cache, rows, *rest, **options)
+  np.testing.assert_array_equal(got[~reached], want[~reached])
+  assert reached.any() and not reached.all()
+  assert np.isnan(np.asarray(got, np.float32)[reached]).all()
+
+
+ALL, LATENT, ROPE = slice(None), 7, C - 1
+
+
+@pytest.mark.filterwarnings('ignore:invalid value encountered in matmul')
+@pytest.mark.parametrize(
+  ('value', 'columns'),
+  [(jnp.nan, LATENT), (jnp.nan, ROPE), (jnp.inf, ALL), (-jnp.inf, ALL)],
+)
+@pytest.mark.parametrize('chain', [False, True])
+def test_what_is_not_finite_reaches_only_those_that_see_it(
+  value, columns, chain
+):
+  """Behind an odd prefix, in a batch whose last sequence has none."""
+  inputs, mask = make_inputs(9, 2, 72, [65, 3, 0], chain, seed=5)
+  check_reach(inputs, mask, [(0, 5, columns), (2, 8, columns)], value)
+
+
+def test_what_is_not_finite_in_tiles_of_a_chain():
+  """On a block's own tile, on one of two heads, in splits."""
+  inputs, mask = make_inputs(75, 2, 136, [63], chain=True)
+  check_reach(inputs, mask, [(0, 40, LATENT)], jnp.nan, splits=2)
+  check_reach(inputs, mask, [(0, 70, LATENT)], jnp.nan)
+
+
+def test_a_committed_row_that_is_not_finite():
+  """All nodes of its sequence see it, in a full tile or in the last one."""
+  inputs, _ = make_inputs(5, 2, 136, [129, 129, 70])
+  want, (query, cache, *rest) = interpreted(*inputs), inputs
+  cache = cache.at[LAYER, 0, 7, 3].set(jnp.nan)
+  cache = cache.at[LAYER, 2, 69, 3].set(jnp.nan)
+  got = interpreted(query, cache, *rest)
+  np.testing.assert_array_equal(got[1], want[1])
+  assert np.isnan(got[jnp.array([0, 2])].astype(jnp.float32)).all()
+
+
 @pytest.mark.parametrize('splits', [2, 3, merge.FEW_SPLITS, 9, 37])
 @pytest.mark.parametrize('num_rows', [1, 7])
 @pytest.mark.parametrize('multiprocessors', [1, 28])

@@ -162,6 +162,33 @@ def test_invisible_rows_change_no_bit():
     assert (got[~blind] != want[~blind]).any()
 
 
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('chain', [False, True])
+def test_what_is_not_finite_reaches_only_those_that_see_it(value, chain):
+  """A whole new row, one value of it, and what lies behind the length."""
+  query, cache, rows, mask = make_arrays(9)
+  if chain:
+    mask[:] = np.tril(np.ones((N, N), bool))
+  lengths, words = [2, 9, 0], None if chain else pack(mask)
+  want = run(query, cache, rows, lengths, words)
+  for b, length in enumerate(lengths):
+    cache[:, b, length:] = value
+  for j in range(N):
+    for columns in (slice(None), 2, C - 1):
+      other = rows.copy()
+      other[:, j, columns] = value
+      got = run(query, cache, other, lengths, words)
+      blind = ~mask[:, :, j]
+      np.testing.assert_array_equal(got[blind], want[blind])
+      if columns == slice(None) or np.isnan(value):
+        assert np.isnan(got[~blind]).all()
+  # A committed row is seen by every node of its sequence.
+  cache[1, 1, 3, 4] = np.nan
+  got = run(query, cache, rows, lengths, words)
+  np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
+  assert np.isnan(got[1]).all()
+
+
 def test_sibling_order_permutes_the_output():
   #  0 -> 1, 2;  1 -> 3;  2 -> 4: swapping both branches
   parents = np.array([[-1, 0, 0, 1, 2]] * B, np.int32)
