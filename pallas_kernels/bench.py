@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if jax.default_backend() != 'gpu':
     print('No GPU: the bench needs one, and measures nothing without.')
     return 0
-  if not _dispatch.hopper_gpu():
+  if _dispatch.why_not_hopper():
     print(
       f'{jax.devices()[0].device_kind} is no Hopper GPU: the kernels need one, '
       'so the bench measures nothing.'

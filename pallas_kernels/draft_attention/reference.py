@@ -30,9 +30,9 @@ def draft_attention(
   if window is not None:
     at = slot * (not window_from_root)
     own &= at[:, None] - slot[None, :] < window
-    behind = lengths[:, None] - position[None, :]
-    seen &= behind[:, None, :] + at[None, :, None] < window
-  # A weight of 0 does not silence a NaN, so what is not committed is zeroed.
+    distance = lengths[:, None] - position[None, :]
+    seen &= distance[:, None, :] + at[None, :, None] < window
+  # 0 times a NaN is NaN, so rows that are not committed are zeroed.
   prefix = jnp.where(committed[:, :, None], context[layer], 0)
 
   def halves(x):

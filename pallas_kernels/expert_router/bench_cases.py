@@ -24,14 +24,19 @@ def cases() -> list[BenchCase]:
 
 def _case(name: str, rows: int, model: tuple[int, int, int]) -> BenchCase:
   experts, hidden, choices = model
-  rules = api.Rules(choices, sigmoid=True, normalize=True, scale=2.5)
+  config = api.RouterConfig(
+    num_experts_per_tok=choices,
+    scoring_func='sigmoid',
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+  )
   return BenchCase(
     op='expert_router',
     name=name,
     make_inputs=functools.partial(_inputs, rows, experts, hidden),
-    kernel=functools.partial(_run, 'mosaic_gpu', rules),
-    reference=functools.partial(_run, 'reference', rules),
-    check=functools.partial(_check, rules),
+    kernel=functools.partial(_run, 'mosaic_gpu', config),
+    reference=functools.partial(_run, 'reference', config),
+    check=functools.partial(_check, config),
     bytes=4.0 * experts * hidden + 2.0 * rows * hidden + 8.0 * rows * choices,
     flops=2.0 * rows * experts * hidden,
   )
@@ -45,32 +50,32 @@ def _inputs(rows: int, experts: int, hidden: int, key: jax.Array) -> tuple:
   return x, gate, bias, jax.random.uniform(keys[3], (rows,)) < 0.9
 
 
-def _run(implementation: str, rules: api.Rules, *inputs: Any) -> tuple:
+def _run(implementation: str, config: api.RouterConfig, *inputs: Any) -> tuple:
   """Without the choice, which a step does not ask for."""
   (ids, weights, _), sent = api.expert_router(
-    *inputs, rules, implementation=implementation
+    *inputs, config, implementation=implementation
   )
   return ids, weights, sent
 
 
-def _check(rules: api.Rules, inputs: tuple[Any, ...]) -> dict[str, Any]:
+def _check(config: api.RouterConfig, inputs: tuple[Any, ...]) -> dict[str, Any]:
   """Scores and choice against the reference, wherever that is clear."""
   _, gate, _, valid = inputs
-  kernel = jax.jit(functools.partial(_run, 'mosaic_gpu', rules))
+  kernel = jax.jit(functools.partial(_run, 'mosaic_gpu', config))
   ids, weights, sent = kernel(*inputs)
   again = kernel(*inputs)
   repeats = all(
     bool(jnp.array_equal(a, b))
     for a, b in zip((ids, weights, sent), again, strict=True)
   )
-  plain = jax.jit(functools.partial(_run, 'reference', rules))(*inputs)
+  plain = jax.jit(functools.partial(_run, 'reference', config))(*inputs)
   choice, plain_choice = (
-    api.expert_router(*inputs, rules, implementation=name)[0].choice
+    api.expert_router(*inputs, config, implementation=name)[0].choice
     for name in ('mosaic_gpu', 'reference')
   )
   error = float(jnp.max(jnp.abs(choice - plain_choice)))
   # Where two scores are as close as the products, either may come first.
-  ranked = jax.lax.top_k(plain_choice, rules.choices + 1)[0]
+  ranked = jax.lax.top_k(plain_choice, config.num_experts_per_tok + 1)[0]
   clear = jnp.min(ranked[:, :-1] - ranked[:, 1:], axis=1) > 1e-5
   same = jnp.all(ids == plain[0], axis=1)
   close = jnp.max(jnp.abs(weights - plain[1]), axis=1) < 1e-4

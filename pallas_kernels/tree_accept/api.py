@@ -8,6 +8,13 @@ from pallas_kernels.tree_accept.reference import AcceptArrays
 
 __all__ = ('AcceptArrays', 'tree_accept')
 
+_IMPLEMENTATIONS = {
+  'mosaic_gpu': _dispatch.for_hopper(
+    mosaic_gpu.tree_accept, mosaic_gpu.why_not
+  ),
+  'reference': _dispatch.Implementation(reference.tree_accept),
+}
+
 
 def tree_accept(
   tokens: jax.Array,
@@ -59,11 +66,13 @@ def tree_accept(
     'target_tokens', target_tokens, (batch, n), _checks.INT32
   )
   max_depth = _checks.check_int('max_depth', max_depth, 0)
-  run = _dispatch.with_mosaic(
+  return _dispatch.call(
     'tree_accept',
-    mosaic_gpu.tree_accept,
-    reference.tree_accept,
+    _IMPLEMENTATIONS,
     implementation,
-    mosaic_gpu.unsupported(n, batch),
+    tokens,
+    parents,
+    num_nodes,
+    target_tokens,
+    max_depth=max_depth,
   )
-  return run(tokens, parents, num_nodes, target_tokens, max_depth=max_depth)

@@ -1,13 +1,7 @@
-"""What the kernels of the tree build share: order of paths, copies, sizes."""
+"""What the kernels of the tree build share: the order of paths, and copies."""
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-
-LANES = 128  # threads of a warpgroup
-WARPS = 4  # warps of a warpgroup
-LOWEST = np.int32(-(2**31))  # key below that of every float
-HIGHEST = np.int32(2**31 - 1)
 
 # A path as a binary number whose order is the lexicographic order of ranks:
 # rank r becomes k ones, a zero and the k low bits of r + 1, k = floor(log2(r +
@@ -21,11 +15,6 @@ HIGHEST = np.int32(2**31 - 1)
 HI_BITS = 31
 LO_BITS = 26
 DEPTH_BITS = 5
-
-
-def round_up(x: int, multiple: int) -> int:
-  """The least multiple that is not below x."""
-  return -(-x // multiple) * multiple
 
 
 def append_rank(hi, lo, used, rank, k):

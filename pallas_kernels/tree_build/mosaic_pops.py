@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_build import bits
+from pallas_kernels import _bits
+from pallas_kernels._float_order import HIGHEST
+from pallas_kernels._hopper import LANES, WARPGROUP
+from pallas_kernels._padding import round_up
 from pallas_kernels.tree_build.mosaic_common import (
   DEPTH_BITS,
-  HIGHEST,
-  LANES,
   append_rank,
   copy_row,
-  round_up,
 )
 from pallas_kernels.tree_build.reference import DEAD
 
@@ -46,7 +46,7 @@ def grow(log_q, budget, *, interpret):
   out = jax.ShapeDtypeStruct((batch, slots), jnp.int32)
   smem = plgpu.SMEM((slots,), jnp.int32)
   frontier = plgpu.SMEM((round_up(budget, LANES),), jnp.int32)
-  words = bits.num_words(1 + budget)
+  words = _bits.num_words(1 + budget)
   nodes = 'parents places depths scores next_rank hi lo used'.split()
   *found, ancestors, num_nodes = plgpu.kernel(
     functools.partial(
@@ -65,9 +65,7 @@ def grow(log_q, budget, *, interpret):
     ),
     grid=(batch,),
     grid_names=('row',),
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-    ),
+    compiler_params=WARPGROUP,
     interpret=interpret,
     kernel_name='tree_build_grow',
   )(padded)

@@ -17,13 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_build.mosaic_common import (
-  HIGHEST,
-  LANES,
-  LOWEST,
-  WARPS,
-  round_up,
-)
+from pallas_kernels import _float_order
+from pallas_kernels._float_order import HIGHEST, LOWEST
+from pallas_kernels._hopper import LANE, LANES, WARPS
+from pallas_kernels._padding import round_up
 
 MAX_COUNT = 1024
 
@@ -38,7 +35,7 @@ _IN_FLIGHT = 10  # blocks of columns loaded at once
 
 def float_of_key(keys: jax.Array) -> jax.Array:
   """Inverse of `_key_of_float`."""
-  return lax.bitcast_convert_type(_flip(keys), jnp.float32)
+  return _float_order.float_of(_float_order.flip_negative(keys))
 
 
 def _key_of_float(x: jax.Array) -> jax.Array:
@@ -47,12 +44,7 @@ def _key_of_float(x: jax.Array) -> jax.Array:
   x = jnp.where(x != x, -jnp.inf, x)
   x = jnp.minimum(x, jnp.finfo(jnp.float32).max)
   x = jnp.where(x == 0, 0.0, x)
-  return _flip(lax.bitcast_convert_type(x, jnp.int32))
-
-
-def _flip(x: jax.Array) -> jax.Array:
-  """Reverses the order of negative floats' bits; its own inverse."""
-  return x ^ ((x >> 31) & HIGHEST)
+  return _float_order.flip_negative(_float_order.bits_of(x))
 
 
 def sorted_by_rank(keys, ids, count):
@@ -148,10 +140,7 @@ def _select_pass(x, ids, count, capacity, n, columns, interpret):
     scratch_types=scratch,
     grid=(rows, parts),
     grid_names=('row', 'part'),
-    # Warps can load scalars under Lane semantics only.
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Lane
-    ),
+    compiler_params=LANE,
     interpret=interpret,
     kernel_name='tree_build_select',
   )(*((x, ids) if has_ids else (x,)))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import _bits
 from pallas_kernels.bench_case import BenchCase, check_attention
-from pallas_kernels.tree_build import bits
 from pallas_kernels.verify_attention import api
 
 _VALUE_DIM, _ROPE_DIM = 512, 64
@@ -84,4 +84,4 @@ def _inputs(
   back = jax.random.randint(keys[3], (1, nodes), 1, 9, jnp.int32)
   parents = np.arange(nodes, dtype=np.int32)[None] - back
   parents = jnp.where(np.arange(nodes) == 0, -1, jnp.maximum(parents, 0))
-  return *inputs, bits.ancestors_from_parents(parents, nodes)
+  return *inputs, _bits.ancestors_from_parents(parents, nodes)

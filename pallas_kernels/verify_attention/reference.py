@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _softmax
-from pallas_kernels.tree_build import bits
+from pallas_kernels import _bits, _softmax
 
 
 def verify_attention(
@@ -27,8 +26,8 @@ def verify_attention(
     causal = np.tril(np.ones((n, n), bool))
     visible = jnp.broadcast_to(causal, (query.shape[0], n, n))
   else:
-    visible = bits.unpack_bits(ancestors, n)
-  # A weight of 0 does not silence a NaN, so rows that nobody sees are zeroed.
+    visible = _bits.unpack_bits(ancestors, n)
+  # 0 times a NaN is NaN, so rows that no node sees are zeroed.
   prefix = jnp.where(in_prefix[:, :, None], cache[layer], 0)
   rows = jnp.where(jnp.any(visible, axis=1)[:, :, None], rows, 0)
 

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import bench
 from pallas_kernels.bench_case import BenchCase, check_attention
 from pallas_kernels.draft_attention import bench_cases as draft_cases
-from pallas_kernels.grouped_matmul import bench_cases as expert_cases
+from pallas_kernels.expert_mlp import bench_cases as expert_cases
 
 
 def square_case(**changes):

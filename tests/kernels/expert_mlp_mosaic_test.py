@@ -11,23 +11,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dense
-from pallas_kernels.grouped_matmul import (
+from pallas_kernels.expert_mlp import (
   api,
   bench_cases,
-  grouping,
+  mosaic_dispatch,
   mosaic_gpu,
   tiles,
 )
-from pallas_kernels.grouped_matmul import reference as plain
+from pallas_kernels.expert_mlp import reference as plain
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 H, I, E, K = 192, 64, 5, 2  # noqa: E741  (three and one tiles of 64)
-Plan = functools.partial(
-  tiles.Plan, blocks=2, stages=3, groups=2, takes_shared=True
+TileConfig = functools.partial(
+  tiles.TileConfig, blocks=2, stages=3, groups=2, takes_shared=True
 )
-DENSE = Plan(dense=True, columns=16, consumers=1)
-GROUPED = Plan(dense=False, columns=16, consumers=1)
-WIDE = Plan(dense=False, columns=16, consumers=2)
+DENSE = TileConfig(dense=True, columns=16, consumers=1)
+GROUPED = TileConfig(dense=False, columns=16, consumers=1)
+WIDE = TileConfig(dense=False, columns=16, consumers=2)
 CLUSTER = dataclasses.replace(WIDE, cluster=2)
 
 
@@ -49,8 +49,8 @@ def make_inputs(rows, ids=None, seed=0, shared=0):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def interpreted(cut, *inputs):
-  return mosaic_gpu.run(*inputs, cut=cut, interpret=INTERPRET)
+def interpreted(config, *inputs):
+  return mosaic_gpu.run(*inputs, config=config, interpret=INTERPRET)
 
 
 def silu(x):
@@ -80,14 +80,14 @@ def error(value, truth):
   return np.linalg.norm(value - truth) / np.linalg.norm(truth)
 
 
-def check_against_float64(cut, inputs):
+def check_against_float64(config, inputs):
   truth = exact(*inputs)
-  mine = error(interpreted(cut, *inputs), truth)
+  mine = error(interpreted(config, *inputs), truth)
   assert mine <= 2 * error(plain.expert_mlp(*inputs), truth)
 
 
 @pytest.mark.parametrize(
-  ('cut', 'rows'),
+  ('config', 'rows'),
   [
     pytest.param(DENSE, 1, marks=pytest.mark.slow),
     (DENSE, 11),
@@ -96,9 +96,9 @@ def check_against_float64(cut, inputs):
     (CLUSTER, 45),
   ],
 )
-def test_error_is_that_of_plain_bfloat16(cut, rows):
+def test_error_is_that_of_plain_bfloat16(config, rows):
   """Ids at random: repeats, experts without rows, ids of no expert."""
-  check_against_float64(cut, make_inputs(rows))
+  check_against_float64(config, make_inputs(rows))
 
 
 SPLITS = {
@@ -120,23 +120,23 @@ def test_any_split_of_rows_over_experts(split):
 
 
 @pytest.mark.parametrize(
-  'cut', [DENSE, pytest.param(GROUPED, marks=pytest.mark.slow)]
+  'config', [DENSE, pytest.param(GROUPED, marks=pytest.mark.slow)]
 )
-def test_rows_of_no_expert_are_zero(cut):
+def test_rows_of_no_expert_are_zero(config):
   inputs = make_inputs(4, np.full((4, K), E))
-  assert not np.any(interpreted(cut, *inputs))
+  assert not np.any(interpreted(config, *inputs))
 
 
 @pytest.mark.parametrize(
-  ('cut', 'rows', 'shared'),
+  ('config', 'rows', 'shared'),
   [
     (GROUPED, 21, 2),
     pytest.param(WIDE, 45, 1, marks=pytest.mark.slow),
     (CLUSTER, 45, 2),
   ],
 )
-def test_shared_experts_are_added(cut, rows, shared):
-  check_against_float64(cut, make_inputs(rows, shared=shared))
+def test_shared_experts_are_added(config, rows, shared):
+  check_against_float64(config, make_inputs(rows, shared=shared))
 
 
 def test_rows_of_no_expert_have_the_shared_ones():
@@ -150,23 +150,23 @@ def test_who_computes_shared_experts(rows, taken):
     (), (), abstract_device=AbstractDevice('NVIDIA H200', 132, 'gpu')
   )
   with jax.sharding.use_abstract_mesh(mesh):
-    assert tiles.plan(rows, 6, 64).takes_shared == bool(taken)
+    assert tiles.tile_config(rows, 6, 64).takes_shared == bool(taken)
 
 
 NOT_TAKEN = dataclasses.replace(GROUPED, takes_shared=False)
 
 
 @pytest.mark.parametrize(
-  ('cut', 'lacks'), [(DENSE, 0), (NOT_TAKEN, 0), (GROUPED, 1)]
+  ('config', 'lacks'), [(DENSE, 0), (NOT_TAKEN, 0), (GROUPED, 1)]
 )
-def test_shared_experts_that_are_left_to_xla(cut, lacks):
+def test_shared_experts_that_are_left_to_xla(config, lacks):
   """Of few tokens, by the plan, or if they are no multiple of an expert."""
   *inputs, shared = make_inputs(3, shared=2)
   gate, up, down = shared
   width = 2 * I - lacks
   shared = gate[:width], up[:width], down[:, :width]
-  mine = interpreted(cut, *inputs, shared)
-  routed = interpreted(cut, *inputs)
+  mine = interpreted(config, *inputs, shared)
+  routed = interpreted(config, *inputs)
   np.testing.assert_array_equal(
     mine, jax.jit(lambda x: routed + dense.swiglu(x, *shared))(inputs[0])
   )
@@ -176,7 +176,7 @@ def test_rows_that_xla_groups_have_the_same_bits(monkeypatch):
   """As the thousands of rows of a prefill; by a plan that is not compiled."""
   *inputs, _ = make_inputs(21, shared=1)
   wanted = interpreted(GROUPED, *inputs)
-  monkeypatch.setattr(grouping, 'supported', lambda *sizes: False)
+  monkeypatch.setattr(mosaic_dispatch, 'why_not', lambda *sizes: 'asked')
   found = interpreted(dataclasses.replace(GROUPED, stages=2), *inputs)
   np.testing.assert_array_equal(found, wanted)
 
@@ -185,8 +185,8 @@ def test_bits_do_not_depend_on_the_other_rows():
   """Alone, among few, among many, in either form; and a second time."""
   x, gate_up, down, ids, weights = make_inputs(24)
   few = [
-    interpreted(cut, x[:rows], gate_up, down, ids[:rows], weights[:rows])
-    for cut, rows in ((DENSE, 1), (DENSE, 8), (CLUSTER, 24))
+    interpreted(config, x[:rows], gate_up, down, ids[:rows], weights[:rows])
+    for config, rows in ((DENSE, 1), (DENSE, 8), (CLUSTER, 24))
   ]
   again = interpreted(CLUSTER, x, gate_up, down, ids, weights)
   np.testing.assert_array_equal(few[-1], again)
@@ -197,19 +197,19 @@ def test_bits_do_not_depend_on_the_other_rows():
 def test_bits_with_shared_experts_do_not_depend_on_the_other_rows():
   x, gate_up, down, ids, weights, shared = make_inputs(24, shared=2)
   few, many = (
-    interpreted(cut, x[:n], gate_up, down, ids[:n], weights[:n], shared)
-    for cut, n in ((GROUPED, 5), (CLUSTER, 24))
+    interpreted(config, x[:n], gate_up, down, ids[:n], weights[:n], shared)
+    for config, n in ((GROUPED, 5), (CLUSTER, 24))
   )
   np.testing.assert_array_equal(few, many[:5])
 
 
 @pytest.mark.parametrize(
-  'cut', [pytest.param(DENSE, marks=pytest.mark.slow), GROUPED]
+  'config', [pytest.param(DENSE, marks=pytest.mark.slow), GROUPED]
 )
-def test_nan_stays_in_its_row(cut):
+def test_nan_stays_in_its_row(config):
   x, *rest = make_inputs(8, shared=1)
-  clean = interpreted(cut, x, *rest)
-  spoilt = interpreted(cut, x.at[2].set(jnp.nan), *rest)
+  clean = interpreted(config, x, *rest)
+  spoilt = interpreted(config, x.at[2].set(jnp.nan), *rest)
   others = np.arange(8) != 2
   np.testing.assert_array_equal(clean[others], spoilt[others])
 
@@ -280,7 +280,7 @@ def test_says_what_is_not_supported(change, reason):
     jax.ShapeDtypeStruct(s.shape, dtype if s.dtype == jnp.bfloat16 else s.dtype)
     for s in shapes(**size | change)
   ]
-  assert reason in mosaic_gpu.supported(*inputs[:4])
+  assert reason in mosaic_gpu.why_not(*inputs[:4])
   with pytest.raises(ValueError, match=reason):
     jax.eval_shape(mosaic_gpu.expert_mlp, *inputs)
 

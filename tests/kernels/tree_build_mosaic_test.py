@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels import _bits
 from pallas_kernels.tree_build import (
   api,
   bench_cases,
-  bits,
   mosaic_bands,
   mosaic_common,
   mosaic_select,
@@ -178,7 +178,7 @@ def test_ancestors_by_doubling():
   depth = 69
   np.testing.assert_array_equal(
     mosaic.ancestors_by_doubling(jnp.asarray(parents), depth),
-    bits.ancestors_from_parents(jnp.asarray(parents), depth),
+    _bits.ancestors_from_parents(jnp.asarray(parents), depth),
   )
 
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.tree_build import api, bits, reference
+from pallas_kernels import _bits
+from pallas_kernels.tree_build import api, reference
 
 BUDGETS = (0, 1, 2, 7, 31, 32, 33, 64)
 STYLES = ('normal', 'grid', 'equal', 'one_hot', 'holes', 'peaked')
@@ -358,12 +359,12 @@ def test_no_prefix_closed_set_of_the_size_has_more_mass():
 
 def test_ancestors_of_chains_and_of_corrupted_parents():
   chain = np.tile(np.arange(-1, 39, dtype=np.int32), (2, 1))
-  words = bits.ancestors_from_parents(jnp.asarray(chain), 39)
-  mask = bits.unpack_bits(words, 40)
+  words = _bits.ancestors_from_parents(jnp.asarray(chain), 39)
+  mask = _bits.unpack_bits(words, 40)
   np.testing.assert_array_equal(mask[1], np.tril(np.ones((40, 40), bool)))
   # A cycle ends, out-of-range parents make padding.
   bad = jnp.asarray([[-1, 2, 1, 99, -7, 0]], jnp.int32)
-  mask = np.asarray(bits.unpack_bits(bits.ancestors_from_parents(bad, 9), 6))
+  mask = np.asarray(_bits.unpack_bits(_bits.ancestors_from_parents(bad, 9), 6))
   want = np.zeros((6, 6), bool)
   want[0, 0] = want[5, 5] = want[5, 0] = True
   want[1:3, 1:3] = True

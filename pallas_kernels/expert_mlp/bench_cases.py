@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_kernels import dense
 from pallas_kernels.bench_case import BenchCase, accuracy
-from pallas_kernels.grouped_matmul import api, tiles
+from pallas_kernels.expert_mlp import api, tiles
 
 _MOONLIGHT = (64, 2048, 1408)  # Experts, hidden, inner.
 _DEEPSEEK = (64, 7168, 2048)  # A quarter of DeepSeek-V3's, as they fit.
@@ -39,7 +39,7 @@ def _case(
   # larger number, drawn at random, touches them all.
   touched = min(pairs, experts)
   return BenchCase(
-    op='grouped_matmul',
+    op='expert_mlp',
     name=name,
     make_inputs=functools.partial(_inputs, tokens, choices, model, shared),
     kernel=functools.partial(_run, 'mosaic_gpu'),
