@@ -432,16 +432,9 @@ def _starts(num_prefix, num_new, split, splits):
 
 
 def body(
-  plan: VerifyConfig,
-  layer,
-  lengths,
-  used,
-  query,
-  query_rope,
-  cache,
-  rows,
+  plan: VerifyConfig, layer, lengths, used, query, query_rope, cache, rows,
   *refs,
-) -> None:
+) -> None:  # fmt: skip
   """One block. `refs` are words, if any, outputs, and the shared memory."""
   words, *refs = refs if plan.has_bits else (None, *refs)
   out, *refs = refs

@@ -7,50 +7,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dense
+from pallas_kernels.case import INTERPRET
 from pallas_kernels.expert_mlp import (
   api,
-  bench_cases,
+  cases,
   mosaic_dispatch,
   mosaic_gpu,
   tiles,
 )
 from pallas_kernels.expert_mlp import reference as plain
+from tests.kernels import witness
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-H, I, E, K = 192, 64, 5, 2  # noqa: E741  (three and one tiles of 64)
-TileConfig = functools.partial(
-  tiles.TileConfig, blocks=2, stages=3, groups=2, takes_shared=True
-)
-DENSE = TileConfig(dense=True, columns=16, consumers=1)
-GROUPED = TileConfig(dense=False, columns=16, consumers=1)
-WIDE = TileConfig(dense=False, columns=16, consumers=2)
-CLUSTER = dataclasses.replace(WIDE, cluster=2)
+H, I, E, K = cases.HIDDEN, cases.INNER, cases.EXPERTS, cases.CHOICES  # noqa: E741
+DENSE, GROUPED, CLUSTER = cases.DENSE, cases.GROUPED, cases.CLUSTER
 
 
-def make_inputs(rows, ids=None, seed=0, shared=0):
-  rng = np.random.default_rng(seed)
-
-  def draw(*shape):
-    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-
-  x, gate_up, down = draw(rows, H), draw(E, 2 * I, H), draw(E, H, I)
-  if ids is None:
-    ids = rng.integers(-1, E + 2, (rows, K))
-  weights = jnp.asarray(rng.uniform(0.5, 1.5, (rows, K)), jnp.float32)
-  inputs = x, gate_up, down, jnp.asarray(ids, jnp.int32), weights
-  if not shared:
-    return inputs
-  width = shared * I
-  return *inputs, (draw(width, H), draw(width, H), draw(H, width))
+def make_inputs(rows, shared=0):
+  inputs = cases.small_inputs(rows, None, shared, jax.random.key(0))
+  return inputs if shared else inputs[:5]
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def interpreted(config, *inputs):
-  return mosaic_gpu.run(*inputs, config=config, interpret=INTERPRET)
+  run = functools.partial(cases.run_small, config=config, interpret=INTERPRET)
+  return witness.run(run, *inputs)
 
 
 def silu(x):
@@ -75,73 +57,19 @@ def exact(x, gate_up, down, ids, weights, shared=None):
   return out
 
 
-def error(value, truth):
-  value = np.asarray(value.astype(jnp.float32), np.float64)
-  return np.linalg.norm(value - truth) / np.linalg.norm(truth)
-
-
-def check_against_float64(config, inputs):
-  truth = exact(*inputs)
-  mine = error(interpreted(config, *inputs), truth)
-  assert mine <= 2 * error(plain.expert_mlp(*inputs), truth)
-
-
 @pytest.mark.parametrize(
-  ('config', 'rows'),
+  'case',
   [
-    pytest.param(DENSE, 1, marks=pytest.mark.slow),
-    (DENSE, 11),
-    (GROUPED, 21),
-    pytest.param(WIDE, 45, marks=pytest.mark.slow),
-    (CLUSTER, 45),
+    pytest.param(
+      case,
+      id=case.name,
+      marks=[pytest.mark.slow] * case.name.startswith('slow'),
+    )
+    for case in cases.small_cases()
   ],
 )
-def test_error_is_that_of_plain_bfloat16(config, rows):
-  """Ids at random: repeats, experts without rows, ids of no expert."""
-  check_against_float64(config, make_inputs(rows))
-
-
-SPLITS = {
-  'all rows on one expert': np.tile([3, E], (40, 1)),
-  'one row each': np.stack([np.arange(40) % E, np.full(40, -1)], 1),
-  'the same expert twice': np.full((40, 2), 2),
-}
-
-
-@pytest.mark.parametrize(
-  'split',
-  [
-    pytest.param(name, marks=[pytest.mark.slow] * name.endswith('twice'))
-    for name in SPLITS
-  ],
-)
-def test_any_split_of_rows_over_experts(split):
-  check_against_float64(WIDE, make_inputs(40, SPLITS[split]))
-
-
-@pytest.mark.parametrize(
-  'config', [DENSE, pytest.param(GROUPED, marks=pytest.mark.slow)]
-)
-def test_rows_of_no_expert_are_zero(config):
-  inputs = make_inputs(4, np.full((4, K), E))
-  assert not np.any(interpreted(config, *inputs))
-
-
-@pytest.mark.parametrize(
-  ('config', 'rows', 'shared'),
-  [
-    (GROUPED, 21, 2),
-    pytest.param(WIDE, 45, 1, marks=pytest.mark.slow),
-    (CLUSTER, 45, 2),
-  ],
-)
-def test_shared_experts_are_added(config, rows, shared):
-  check_against_float64(config, make_inputs(rows, shared=shared))
-
-
-def test_rows_of_no_expert_have_the_shared_ones():
-  inputs = make_inputs(4, np.full((4, K), E), shared=2)
-  check_against_float64(GROUPED, inputs)
+def test_case(case):
+  witness.check_close(case, exact)
 
 
 @pytest.mark.parametrize(('rows', 'taken'), [(1, 0), (127, 0), (128, 1)])
@@ -302,12 +230,3 @@ def test_derivative_is_the_references(monkeypatch):
   mine = jax.grad(functools.partial(loss, mosaic_gpu.expert_mlp))(x)
   theirs = jax.grad(functools.partial(loss, plain.expert_mlp))(x)
   np.testing.assert_array_equal(mine, theirs)
-
-
-def test_bench_cases_are_distinct_and_traceable():
-  cases = bench_cases.cases()
-  assert len({case.name for case in cases}) == len(cases)
-  for case in cases:
-    inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
-    assert jax.eval_shape(case.reference, *inputs).shape == inputs[0].shape
-    assert dataclasses.astuple(case)[-2:] > (0, 0)

@@ -18,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_kernels import _bits
 from pallas_kernels.tree_build import (
   api,
-  bench_cases,
+  cases,
   mosaic_bands,
   mosaic_common,
   mosaic_select,
@@ -184,9 +184,9 @@ def test_ancestors_by_doubling():
 
 @pytest.mark.parametrize(
   'shape, budget, dtype',
-  [pytest.param((1, bench_cases.DEPTH, bench_cases.VOCAB), b, 'float32',
-                marks=[pytest.mark.slow] * (b in bench_cases.BUDGETS[1:-1]))
-   for b in bench_cases.BUDGETS]
+  [pytest.param((1, cases.DEPTH, cases.VOCAB), b, 'float32',
+                marks=[pytest.mark.slow] * (b in cases.BUDGETS[1:-1]))
+   for b in cases.BUDGETS]
   + [pytest.param((2, 31, 1 << 20), 1024, 'bfloat16', marks=pytest.mark.slow),
      ((3, 7, 33), 9, 'bfloat16')],
 )  # fmt: skip

@@ -8,59 +8,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import _combine, _hopper
+from pallas_kernels import _bits, _combine, _hopper
+from pallas_kernels.case import INTERPRET
 from pallas_kernels.verify_attention import (
   api,
-  bench_cases,
   block,
+  cases,
   mosaic_gpu,
-  reference,
 )
+from tests.kernels import witness
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-R, C, LAYER = 128, 192, 1
-SCALE = C**-0.5
-
-
-def make_inputs(n, heads, capacity, lengths, chain=False, seed=0):
-  """Inputs with NaN wherever nothing may be read, and the mask."""
-  rng = np.random.default_rng(seed)
-  batch = len(lengths)
-  query = rng.normal(size=(batch, n, heads, C))
-  cache = rng.normal(size=(2, batch, capacity, C))
-  rows = rng.normal(size=(batch, n, C))
-  mask = np.tril(np.ones((batch, n, n), bool))
-  if not chain:
-    mask &= rng.random((batch, n, n)) < 0.4
-    mask[:, np.arange(n), np.arange(n)] = True
-  if not chain and n > 2:
-    # The last node of the first sequence is padding; the second one sees
-    # nothing but is seen.
-    mask[0, -1] = mask[0, :, -1] = mask[0, 1] = False
-    mask[0, 0, 1] = True
-  for b, length in enumerate(lengths):
-    cache[:, b, length:] = np.nan
-    rows[b, ~mask[b].any(axis=0)] = np.nan
-  cache[1 - LAYER] = np.nan
-  arrays = [jnp.asarray(a, jnp.bfloat16) for a in (query, cache, rows)]
-  return (*arrays, jnp.asarray(lengths, jnp.int32), pack(mask, chain)), mask
+R, LAYER = cases.SMALL_VALUE_DIM, cases.LAYER
+SCALE = 192**-0.5
 
 
-def pack(mask, chain=False):
-  if chain:
-    return None
-  batch, n, _ = mask.shape
-  padded = np.zeros((batch, n, -(-n // 32) * 32), np.uint8)
-  padded[..., :n] = mask
-  words = np.packbits(padded, axis=-1, bitorder='little')
-  return jnp.asarray(np.ascontiguousarray(words).view(np.uint32))
+def visible(inputs):
+  """Which new rows a node sees, `[B, N, N]`."""
+  batch, n = inputs[0].shape[:2]
+  if len(inputs) > 4:
+    return np.asarray(_bits.unpack_bits(inputs[4], n))
+  return np.tril(np.ones((batch, n, n), bool))
 
 
-def exact(inputs, mask, scale=SCALE):
+def exact(*inputs, scale=SCALE):
   """Softmax over exactly the visible rows, in float64."""
+  mask = visible(inputs)
   query, cache, rows, lengths = (
     np.asarray(a.astype(jnp.float32), np.float64) for a in inputs[:4]
   )
@@ -76,80 +50,13 @@ def exact(inputs, mask, scale=SCALE):
   return out
 
 
-@functools.partial(jax.jit, static_argnames=('splits', 'scale'))
-def attend(query, cache, rows, lengths, ancestors, splits=1, scale=SCALE):
-  return mosaic_gpu.verify_attention(
-    query,
-    cache,
-    rows,
-    lengths,
-    layer=LAYER,
-    value_dim=R,
-    scale=scale,
-    ancestors=ancestors,
-    splits=splits,
-    interpret=INTERPRET,
-  )
-
-
-def plain(query, cache, rows, lengths, ancestors, scale=SCALE):
-  return reference.verify_attention(
-    query,
-    cache,
-    rows,
-    lengths,
-    layer=LAYER,
-    value_dim=R,
-    scale=scale,
-    ancestors=ancestors,
-  )
-
-
-def error(value, truth):
-  value = np.asarray(value.astype(jnp.float32), np.float64)
-  return np.linalg.norm(value - truth) / np.linalg.norm(truth)
-
-
-def interpreted(*inputs, **options):
-  out = jax.block_until_ready(attend(*inputs, **options))
-  assert not gpu_callbacks.get_races().races_found
-  return out
-
-
-def check(n, heads, capacity, lengths, chain=False, **options):
-  inputs, mask = make_inputs(n, heads, capacity, lengths, chain)
-  out = interpreted(*inputs, **options)
-  truth = exact(inputs, mask)
-  assert error(out, truth) <= 2 * error(plain(*inputs), truth)
-  blind = ~mask.any(axis=2) & (np.asarray(lengths) == 0)[:, None]
-  assert not np.any(np.asarray(out.astype(jnp.float32))[blind])
-
-
-@pytest.mark.parametrize('capacity', [8, 200])
-def test_edges_of_the_cache_as_a_tree(capacity):
-  """No row, an odd number of rows and a full cache in one batch."""
-  check(9, 5, capacity, [0, capacity - 1, capacity])
-
-
-def test_more_nodes_than_a_tile_as_a_tree():
-  check(67, 1, 136, [129])
-
-
-def test_more_nodes_than_a_tile_as_a_chain():
-  """Three tiles of queries: one needs one tile of nodes, one has two heads."""
-  check(75, 2, 136, [63], chain=True, splits=2)
-
-
-def test_odd_numbers_of_heads_and_tiles_as_a_chain():
-  check(30, 3, 64, [0], chain=True)
-
-
-def test_splits_of_one_tile_and_of_none():
-  check(3, 2, 128, [0, 100], splits=4)
-
-
-def test_a_decode_step_in_splits():
-  check(1, 3, 512, [500], chain=True, splits=2)
+@pytest.mark.filterwarnings('ignore:invalid value encountered in matmul')
+@pytest.mark.parametrize(
+  'case', cases.small_cases(), ids=lambda case: case.name
+)
+def test_case(case):
+  scale = case.kernel.keywords['scale']
+  witness.check_close(case, functools.partial(exact, scale=scale))
 
 
 @pytest.mark.parametrize('splits', [1, 2, 7, 26, 132])
@@ -161,24 +68,6 @@ def test_splits_are_equal_and_as_equal_in_new_tiles(splits):
     counts = np.diff(starts)
     assert (counts >= 0).all() and np.ptp(counts.sum(axis=0)) <= 1
     assert new > prefix or np.ptp(counts[1]) <= 1
-
-
-def test_new_tiles_in_splits():
-  """Two tiles of nodes and three of the prefix, on each of two splits."""
-  check(67, 2, 136, [129], splits=2)
-
-
-@pytest.mark.filterwarnings('ignore:invalid value encountered in matmul')
-@pytest.mark.parametrize('hidden', [jnp.inf, -jnp.inf, jnp.nan])
-def test_one_value_that_nobody_may_see(hidden):
-  """Behind the prefix and in a new row; queries have nothing against it."""
-  (query, cache, rows, lengths, words), mask = make_inputs(5, 2, 64, [33])
-  query = query.at[..., 7].set(0).at[0, 0].set(0)
-  cache = cache.at[LAYER, 0, 33:].set(0).at[LAYER, 0, 40, 7].set(hidden)
-  rows = rows.at[0, -1].set(0).at[0, -1, 7].set(hidden)
-  inputs = (query, cache, rows, lengths, words)
-  out, truth = interpreted(*inputs), exact(inputs, mask)
-  assert error(out, truth) <= 2 * error(plain(*inputs), truth)
 
 
 @pytest.mark.parametrize('splits', [2, 3, _combine.FEW_SPLITS, 9, 37])
@@ -217,35 +106,19 @@ def test_combine(splits, num_rows, multiprocessors, monkeypatch):
   assert not gpu_callbacks.get_races().races_found
 
 
-def test_very_low_scores_survive():
-  """All scores are about -1e4, and maxima rise from tile to tile."""
-  (query, cache, rows, lengths, words), mask = make_inputs(4, 2, 256, [250])
-  ramp = jnp.asarray(np.linspace(-200, -100, 256), jnp.bfloat16)
-  query = query.at[..., -1].set(64.0)
-  cache = cache.at[LAYER, 0, :250, -1].set(ramp[:250])
-  rows = rows.at[..., -1].set(jnp.where(jnp.isnan(rows[..., -1]), jnp.nan, -99))
-  inputs = (query, cache, rows, lengths, words)
-  out, truth = interpreted(*inputs, scale=1.0), exact(inputs, mask, 1.0)
-  assert error(out, truth) <= 2 * error(plain(*inputs, scale=1.0), truth)
-
-
-def test_a_scale_below_zero():
-  inputs, mask = make_inputs(4, 2, 64, [33])
-  truth = exact(inputs, mask, -0.1)
-  out = interpreted(*inputs, scale=-0.1)
-  assert error(out, truth) <= 2 * error(plain(*inputs, scale=-0.1), truth)
-
-
 def test_same_bits_twice_and_whatever_others_hold():
-  inputs, mask = make_inputs(9, 2, 72, [3, 65], seed=3)
+  key = jax.random.key(3)
+  inputs = cases.small_inputs(9, 2, 72, [3, 65], False, key)
   query, _, rows, _, _ = inputs
+  run = functools.partial(cases.attend_small, interpret=INTERPRET)
+  interpreted = functools.partial(witness.run, run)
   out = interpreted(*inputs)
   np.testing.assert_array_equal(interpreted(*inputs), out)
   # A row large enough to move the maxima of those that see it, and a neighbour
   # in the batch that is NaN all over.
   rows, query = rows.at[0, 5].set(30), query.at[1].set(jnp.nan)
   changed = interpreted(query, inputs[1], rows, *inputs[3:])
-  blind = ~mask[0, :, 5]
+  blind = ~visible(inputs)[0, :, 5]
   np.testing.assert_array_equal(out[0, blind], changed[0, blind])
   assert np.any(out[0, ~blind] != changed[0, ~blind])
   assert np.isnan(changed[1].astype(jnp.float32)).all()
@@ -313,8 +186,8 @@ def test_splits_fill_the_multiprocessors(row_tiles, key_tiles, splits):
   assert mosaic_gpu._num_splits(1, row_tiles, key_tiles, 512) == splits
 
 
-def test_bench_cases_have_the_shapes_they_name():
-  for case in bench_cases.cases():
+def test_timed_cases_have_the_shapes_they_name():
+  for case in filter(lambda case: case.timed, cases.cases()):
     shapes = jax.eval_shape(case.make_inputs, jax.random.key(0))
     query, cache, *_ = shapes
     heads, nodes = query.shape[2], query.shape[1]

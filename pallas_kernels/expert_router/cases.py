@@ -1,28 +1,36 @@
-"""Shapes of the router for `python -m pallas_kernels.bench`."""
+"""Inputs of the router, for the tests and the bench."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bench_case import BenchCase
-from pallas_kernels.expert_router import api
+from pallas_kernels.case import INTERPRET, Case
+from pallas_kernels.expert_router import api, mosaic_gpu
 
 _MOONLIGHT = (64, 2048, 6)  # Experts, hidden, choices.
 _KIMI = (384, 7168, 8)
 
 
-def cases() -> list[BenchCase]:
-  """A token, and trees of 16 to 1024 nodes."""
+def cases() -> list[Case]:
+  """A token, and trees of 16 to 1024 nodes; a small one."""
   moonlight = [
     _case(f'moonlight, {rows} tokens', rows, _MOONLIGHT)
     for rows in (1, 17, 65, 257, 1025)
   ]
-  return [*moonlight, _case('kimi, 257 tokens', 257, _KIMI)]
+  kimi = _case('kimi, 257 tokens', 257, _KIMI)
+  return [*moonlight, kimi, *small_cases()]
 
 
-def _case(name: str, rows: int, model: tuple[int, int, int]) -> BenchCase:
+def small_cases() -> list[Case]:
+  """One case for the interpreter."""
+  case = _case('small, 6 tokens', 6, (64, 64, 6))
+  return [dataclasses.replace(case, bytes=0.0, flops=0.0)]
+
+
+def _case(name: str, rows: int, model: tuple[int, int, int]) -> Case:
   experts, hidden, choices = model
   config = api.RouterConfig(
     num_experts_per_tok=choices,
@@ -30,7 +38,7 @@ def _case(name: str, rows: int, model: tuple[int, int, int]) -> BenchCase:
     norm_topk_prob=True,
     routed_scaling_factor=2.5,
   )
-  return BenchCase(
+  return Case(
     op='expert_router',
     name=name,
     make_inputs=functools.partial(_inputs, rows, experts, hidden),
@@ -39,6 +47,7 @@ def _case(name: str, rows: int, model: tuple[int, int, int]) -> BenchCase:
     check=functools.partial(_check, config),
     bytes=4.0 * experts * hidden + 2.0 * rows * hidden + 8.0 * rows * choices,
     flops=2.0 * rows * experts * hidden,
+    interpreted=functools.partial(_interpreted, config),
   )
 
 
@@ -51,17 +60,25 @@ def _inputs(rows: int, experts: int, hidden: int, key: jax.Array) -> tuple:
 
 
 def _run(implementation: str, config: api.RouterConfig, *inputs: Any) -> tuple:
-  """Without the choice, which a step does not ask for."""
+  """The op without the choice, which a decoding step does not use."""
   (ids, weights, _), sent = api.expert_router(
     *inputs, config, implementation=implementation
   )
   return ids, weights, sent
 
 
-def _check(config: api.RouterConfig, inputs: tuple[Any, ...]) -> dict[str, Any]:
-  """Scores and choice against the reference, wherever that is clear."""
+def _interpreted(config: api.RouterConfig, *inputs: Any) -> tuple:
+  """The kernels in the interpreter; results as of `_run`."""
+  (ids, weights, _), sent = mosaic_gpu.run(*inputs, config, INTERPRET)
+  return ids, weights, sent
+
+
+def _check(
+  config: api.RouterConfig, kernel: Any, inputs: tuple[Any, ...]
+) -> dict[str, Any]:
+  """Compares weights and choice with the reference, wherever that is clear."""
   _, gate, _, valid = inputs
-  kernel = jax.jit(functools.partial(_run, 'mosaic_gpu', config))
+  kernel = jax.jit(kernel)
   ids, weights, sent = kernel(*inputs)
   again = kernel(*inputs)
   repeats = all(
@@ -71,10 +88,10 @@ def _check(config: api.RouterConfig, inputs: tuple[Any, ...]) -> dict[str, Any]:
   plain = jax.jit(functools.partial(_run, 'reference', config))(*inputs)
   choice, plain_choice = (
     api.expert_router(*inputs, config, implementation=name)[0].choice
-    for name in ('mosaic_gpu', 'reference')
+    for name in (None, 'reference')
   )
   error = float(jnp.max(jnp.abs(choice - plain_choice)))
-  # Where two scores are as close as the products, either may come first.
+  # Where two scores are as close as rounding errors, either may come first.
   ranked = jax.lax.top_k(plain_choice, config.num_experts_per_tok + 1)[0]
   clear = jnp.min(ranked[:, :-1] - ranked[:, 1:], axis=1) > 1e-5
   same = jnp.all(ids == plain[0], axis=1)
