@@ -61,16 +61,16 @@ def _inputs(rows: int, experts: int, hidden: int, key: jax.Array) -> tuple:
 
 def _run(implementation: str, config: api.RouterConfig, *inputs: Any) -> tuple:
   """The op without the choice, which a decoding step does not use."""
-  (ids, weights, _), sent = api.expert_router(
+  (ids, weights, _), dispatch_ids = api.expert_router(
     *inputs, config, implementation=implementation
   )
-  return ids, weights, sent
+  return ids, weights, dispatch_ids
 
 
 def _interpreted(config: api.RouterConfig, *inputs: Any) -> tuple:
   """The kernels in the interpreter; results as of `_run`."""
-  (ids, weights, _), sent = mosaic_gpu.run(*inputs, config, INTERPRET)
-  return ids, weights, sent
+  (ids, weights, _), dispatch_ids = mosaic_gpu.run(*inputs, config, INTERPRET)
+  return ids, weights, dispatch_ids
 
 
 def _check(
@@ -79,11 +79,11 @@ def _check(
   """Compares weights and choice with the reference, wherever that is clear."""
   _, gate, _, valid = inputs
   kernel = jax.jit(kernel)
-  ids, weights, sent = kernel(*inputs)
+  ids, weights, dispatch_ids = kernel(*inputs)
   again = kernel(*inputs)
   repeats = all(
     bool(jnp.array_equal(a, b))
-    for a, b in zip((ids, weights, sent), again, strict=True)
+    for a, b in zip((ids, weights, dispatch_ids), again, strict=True)
   )
   plain = jax.jit(functools.partial(_run, 'reference', config))(*inputs)
   choice, plain_choice = (
@@ -96,7 +96,7 @@ def _check(
   clear = jnp.min(ranked[:, :-1] - ranked[:, 1:], axis=1) > 1e-5
   same = jnp.all(ids == plain[0], axis=1)
   close = jnp.max(jnp.abs(weights - plain[1]), axis=1) < 1e-4
-  asked = sent == jnp.where(valid[:, None], ids, gate.shape[0])
+  asked = dispatch_ids == jnp.where(valid[:, None], ids, gate.shape[0])
   right = jnp.all(~clear | (same & close)) & jnp.all(asked)
   return {
     'ok': bool(right) and repeats and error < 1e-5,

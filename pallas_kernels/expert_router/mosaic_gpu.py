@@ -110,11 +110,13 @@ def run(
     parts = dense.matmul(x.astype(jnp.float32), gate)[None]
   else:
     parts = product.logits(x, gate, interpret)
-  ids, sent, weights = choose(parts, bias, valid, rows, config, interpret)
+  ids, dispatch_ids, weights = choose(
+    parts, bias, valid, rows, config, interpret
+  )
   # XLA drops this where a program does not use the choice.
   total = jnp.sum(parts, axis=0)[:rows]
   _, choice = reference.choice_scores(total, bias, config)
-  return reference.Routing(ids, weights, choice), sent
+  return reference.Routing(ids, weights, choice), dispatch_ids
 
 
 def choose(
@@ -163,7 +165,7 @@ def choose(
     _kernel(parts, bias_ref, valid_ref, *refs, **scratch,
             experts=experts, rows=rows, config=config)  # fmt: skip
 
-  ids, sent, weights = plgpu.kernel(
+  ids, dispatch_ids, weights = plgpu.kernel(
     kernel_body,
     out_type=(ids, ids, weights),
     scratch_types=dict(
@@ -176,12 +178,12 @@ def choose(
     interpret=interpret,
     kernel_name='expert_router',
   )(parts, *vectors)
-  return ids.T, sent.T, weights
+  return ids.T, dispatch_ids.T, weights
 
 
 def _kernel(
-  parts, bias, valid, ids, sent, weights, *, found, gained, experts, rows,
-  config,
+  parts, bias, valid, ids, dispatch_ids, weights, *, found, gained, experts,
+  rows, config,
 ):  # fmt: skip
   """Routes four rows, or a single row that all warps have."""
   first = lax.axis_index('block') * _WARPS
@@ -203,24 +205,25 @@ def _kernel(
   scores = choice = _scores(sum(loaded[1:], loaded[0]), experts, config)
   if bias is not None:
     choice += across(_load(bias, 0))
-  chosen, gains = _choose(scores, choice, experts, config.num_experts_per_tok)
+  choices = config.num_experts_per_tok
+  chosen, gains = _choose(scores, choice, experts, choices)
   if config.norm_topk_prob:
     total = sum(gains[1:], gains[0]) + 1e-20
     gains = [gain / total for gain in gains]
   gains = [gain * config.routed_scaling_factor for gain in gains]
 
-  sent_ids = chosen
+  to_dispatch = chosen
   if asked is not None:
-    sent_ids = [jnp.where(asked, expert, experts) for expert in chosen]
-  _write_columns(found, chosen + sent_ids)
+    to_dispatch = [jnp.where(asked, expert, experts) for expert in chosen]
+  _write_columns(found, chosen + to_dispatch)
   _write_columns(gained, gains)
   for row in range(_WARPS if rows > 1 else 1):
 
     @pl.when(first + row < rows)
     def _(row=row):
-      for k in range(config.num_experts_per_tok):
+      for k in range(choices):
         ids[k, first + row] = found[row, k]
-        sent[k, first + row] = found[row, config.num_experts_per_tok + k]
+        dispatch_ids[k, first + row] = found[row, choices + k]
         weights[first + row, k] = gained[row, k]
 
 

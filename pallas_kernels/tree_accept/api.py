@@ -33,7 +33,7 @@ def tree_accept(
   when `target_tokens` are the target's samples (sample and match).
 
   It ends after `max_depth` steps whatever `parents` holds: parents out of
-  range are nobody's children, and cycles are cut by the bound.
+  range are children of no node, and cycles end at the bound.
 
   Args:
     tokens: `[B, N]` int32, the nodes' tokens; node 0 is the root.

@@ -1,8 +1,8 @@
-"""Trees on a Hopper GPU, all nodes down to a score at once.
+"""Trees on a Hopper GPU, by all nodes down to a score at once.
 
-For larger budgets, where a pop each takes too long: 16 warps collect all
-prefixes down to a falling score until there are enough, in no order, and XLA
-ranks those by counting what goes before.
+For larger budgets, popping node by node takes too long. Here 16 warps collect
+all prefixes down to a score that falls until there are enough, in no order. XLA
+then ranks each of them by the number of those before it.
 """
 
 import functools
@@ -25,7 +25,7 @@ from pallas_kernels.tree_build.mosaic_common import (
 from pallas_kernels.tree_build.mosaic_select import inverse
 from pallas_kernels.tree_build.reference import DEAD
 
-_GROUPS = 4  # warpgroups of the kernel for larger ones
+_GROUPS = 4  # warpgroups of the kernel
 _AHEAD = 4  # children looked for at once
 # What nodes may take of a block's shared memory; counts and barriers want some.
 _NODE_BYTES = SHARED_BYTES - 7 * 1024
@@ -234,7 +234,7 @@ def _band_round(context, target, first, end):
     least = jnp.maximum(target - node['scores'][i], DEAD + 1)
 
     def ahead(c):
-      """Of the next `_AHEAD` ranks those that do; they come first."""
+      """How many of the next `_AHEAD` ranks reach it; they come first."""
       near = [log_q[at + c + u] for u in range(_AHEAD)]
       return sum(jnp.where(x >= least, 1, 0) for x in near)
 
@@ -306,7 +306,9 @@ def _write_children(context, i, start):
 
 
 def _preorder(context, tie, quota, size):
-  """The tree anew, depth first, by one warp: for many nodes of one score.
+  """Builds the tree again, depth first, in one warp.
+
+  It settles which nodes count where many have one score.
 
   It keeps all nodes that score above `tie`, and of those at `tie` the first
   `quota` in lexicographic order, which is the order of the walk.

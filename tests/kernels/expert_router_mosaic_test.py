@@ -33,11 +33,11 @@ def check(parts, bias, valid, config):
   parts = jnp.asarray(parts, jnp.float32)
   bias = None if bias is None else jnp.asarray(bias, jnp.float32)
   valid = None if valid is None else jnp.asarray(valid)
-  ids, sent, weights = interpreted(parts, bias, valid, config)
+  ids, dispatch_ids, weights = interpreted(parts, bias, valid, config)
   routing = reference.route(sum(parts[1:], parts[0]), bias, config)
   np.testing.assert_array_equal(ids, routing.ids)
   np.testing.assert_array_equal(
-    sent, reference.dispatch_ids(routing.ids, valid, parts.shape[2])
+    dispatch_ids, reference.dispatch_ids(routing.ids, valid, parts.shape[2])
   )
   np.testing.assert_allclose(weights, routing.weights, rtol=1e-6)
 
@@ -173,9 +173,12 @@ def test_derivative_is_the_references():
     return jnp.sum(op(x, gate, *rest)[0].weights[:, 0])
 
   want = jax.grad(functools.partial(loss, reference.expert_router))(gate)
-  routing, sent = reference.expert_router(x, gate, *rest)
+  routing, ids = reference.expert_router(x, gate, *rest)
   zeros = jax.tree.map(jnp.zeros_like, routing)
-  cotangent = zeros._replace(weights=zeros.weights.at[:, 0].set(1.0)), sent
+  cotangent = (
+    zeros._replace(weights=zeros.weights.at[:, 0].set(1.0)),
+    ids,
+  )
   inputs = x, gate, *rest[:2]
   got = mosaic_gpu._backward(rest[2], inputs, cotangent)[1]
   np.testing.assert_allclose(got, want, rtol=1e-6)
