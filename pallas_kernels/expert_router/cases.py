@@ -47,7 +47,7 @@ def _case(name: str, rows: int, model: tuple[int, int, int]) -> Case:
     check=functools.partial(_check, config),
     bytes=4.0 * experts * hidden + 2.0 * rows * hidden + 8.0 * rows * choices,
     flops=2.0 * rows * experts * hidden,
-    interpreted=functools.partial(_interpreted, config),
+    interpreted=functools.partial(interpret, config),
   )
 
 
@@ -67,10 +67,12 @@ def _run(implementation: str, config: api.RouterConfig, *inputs: Any) -> tuple:
   return ids, weights, dispatch_ids
 
 
-def _interpreted(config: api.RouterConfig, *inputs: Any) -> tuple:
-  """The kernels in the interpreter; results as of `_run`."""
-  (ids, weights, _), dispatch_ids = mosaic_gpu.run(*inputs, config, INTERPRET)
-  return ids, weights, dispatch_ids
+def interpret(config: api.RouterConfig, *inputs: Any) -> tuple:
+  """The kernels in the interpreter: the results of `_run`, and the choice."""
+  (ids, weights, choice), dispatch_ids = mosaic_gpu.run(
+    *inputs, config, INTERPRET
+  )
+  return ids, weights, dispatch_ids, choice
 
 
 def _check(
@@ -79,8 +81,8 @@ def _check(
   """Compares weights and choice with the reference, wherever that is clear."""
   _, gate, _, valid = inputs
   kernel = jax.jit(kernel)
-  ids, weights, dispatch_ids = kernel(*inputs)
-  again = kernel(*inputs)
+  ids, weights, dispatch_ids, *_ = kernel(*inputs)
+  again = kernel(*inputs)[:3]
   repeats = all(
     bool(jnp.array_equal(a, b))
     for a, b in zip((ids, weights, dispatch_ids), again, strict=True)

@@ -9,7 +9,14 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels.expert_router import api, logits, mosaic_gpu, reference
+from pallas_kernels.expert_router import (
+  api,
+  cases,
+  logits,
+  mosaic_gpu,
+  reference,
+)
+from tests.kernels import witness
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -98,18 +105,19 @@ def test_logits_are_as_good_as_float32(shape):
   assert np.max(np.abs(total - truth) / size) < 2**-22
 
 
-def test_run_is_the_reference():
+@pytest.mark.parametrize(
+  'case', cases.small_cases(), ids=lambda case: case.name
+)
+def test_case(case):
   """From rows to ids and weights; the choice is that of the same logits."""
-  rng = np.random.default_rng(1)
-  x = jnp.asarray(rng.normal(size=(6, 64)), jnp.bfloat16)
-  gate = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32)
-  inputs = x, gate, jnp.zeros(64), jnp.arange(6) < 4, make_config(6)
-  mine = mosaic_gpu.run(*inputs, INTERPRET)
-  theirs = reference.expert_router(*inputs)
-  np.testing.assert_array_equal(mine[0].ids, theirs[0].ids)
-  np.testing.assert_array_equal(mine[1], theirs[1])
-  np.testing.assert_allclose(mine[0].weights, theirs[0].weights, rtol=1e-5)
-  np.testing.assert_allclose(mine[0].choice, theirs[0].choice, atol=1e-6)
+  inputs = case.make_inputs(jax.random.key(0))
+  found = witness.run(jax.jit(case.interpreted), *inputs)
+  assert case.check(lambda *_: found, inputs)['ok']
+  config = case.interpreted.args[0]
+  routing, _ = reference.expert_router(*inputs, config)
+  np.testing.assert_array_equal(found[0], routing.ids)
+  np.testing.assert_allclose(found[1], routing.weights, rtol=1e-5)
+  np.testing.assert_allclose(found[3], routing.choice, atol=1e-6)
 
 
 @pytest.mark.parametrize(
