@@ -1,4 +1,4 @@
-"""Attention over keys that lie apart, in plain jnp, for both references."""
+"""Attention over keys in several arrays, in plain jnp, for both references."""
 
 from collections.abc import Sequence
 

@@ -30,8 +30,8 @@ def draft_attention(
   if window is not None:
     at = slot * (not window_from_root)
     own &= at[:, None] - slot[None, :] < window
-    behind = lengths[:, None] - position[None, :]
-    seen &= behind[:, None, :] + at[None, :, None] < window
+    distance = lengths[:, None] - position[None, :]
+    seen &= distance[:, None, :] + at[None, :, None] < window
 
   def halves(x):
     x = x.reshape(*x.shape[:-1], 2, heads, dim)

@@ -3,11 +3,16 @@
 import jax
 
 from pallas_kernels import _checks, _dispatch
+from pallas_kernels._bits import ancestors_from_parents
 from pallas_kernels.tree_build import mosaic_gpu, reference
-from pallas_kernels.tree_build.bits import ancestors_from_parents
 from pallas_kernels.tree_build.reference import TreeArrays, canonical
 
 __all__ = ('ancestors_from_parents', 'canonical', 'TreeArrays', 'tree_build')
+
+_IMPLEMENTATIONS = {
+  'mosaic_gpu': _dispatch.for_hopper(mosaic_gpu.tree_build, mosaic_gpu.why_not),
+  'reference': _dispatch.Implementation(reference.tree_build),
+}
 
 
 def tree_build(
@@ -62,11 +67,6 @@ def tree_build(
     raise ValueError(
       f'logits: vocabulary of {vocab}; expected 1..{reference.MAX_VOCAB}'
     )
-  run = _dispatch.with_mosaic(
-    'tree_build',
-    mosaic_gpu.tree_build,
-    reference.tree_build,
-    implementation,
-    mosaic_gpu.unsupported(logits.shape, budget),
+  return _dispatch.call(
+    'tree_build', _IMPLEMENTATIONS, implementation, logits, root, budget=budget
   )
-  return run(logits, root, budget=budget)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.tree_build import bits
+from pallas_kernels import _bits
 
 SCALE = 1 << 20
 """Units of a fixed-point score to one nat."""
@@ -145,7 +145,7 @@ def tree_from_ranks(
   tokens, parents, depths, scores, num_nodes = jax.vmap(build)(
     log_q, token_ids, root
   )
-  ancestors = bits.ancestors_from_parents(parents, min(log_q.shape[1], budget))
+  ancestors = _bits.ancestors_from_parents(parents, min(log_q.shape[1], budget))
   return TreeArrays(tokens, parents, depths, scores, num_nodes, ancestors)
 
 

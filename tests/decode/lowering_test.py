@@ -27,8 +27,8 @@ HOPPER = AbstractMesh(
 @pytest.fixture
 def hopper(monkeypatch):
   """Dispatch as on the GPU; what was traced for the CPU is forgotten."""
-  monkeypatch.setattr(_dispatch, 'hopper_gpu', lambda: True)
-  monkeypatch.setattr(pallas_kernels, 'hopper_gpu', lambda: True)
+  monkeypatch.setattr(_dispatch, 'why_not_hopper', lambda: None)
+  monkeypatch.setattr(pallas_kernels, 'why_not_hopper', lambda: None)
   jax.clear_caches()
   with jax.sharding.use_abstract_mesh(HOPPER):
     yield

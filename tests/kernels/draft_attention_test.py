@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.draft_attention import api
+from pallas_kernels.draft_attention import api, cases
 
-L, S, K, G, D, LAYER = 2, 19, 2, 3, 8, 1
+L, S, K, G, D, LAYER = 2, 19, 2, 3, 8, cases.LAYER
 SCALE = 0.37
 MASKS = (
   {},
@@ -35,17 +35,10 @@ def strict():
     yield
 
 
-def make_arrays(slots, lengths, shape=(L, S, K, G, D), seed=0):
-  """Float64 inputs; other layers and what is not committed are NaN."""
+def make_arrays(slots, lengths, seed=0):
+  """Float64 inputs; other layers and rows from the lengths on are NaN."""
   rng = np.random.default_rng(seed)
-  layers, size, heads, group, dim = shape
-  batch, width = len(lengths), 2 * heads * dim
-  query = rng.normal(size=(batch, slots, heads, group, dim))
-  context = np.full((layers, batch, size, width), np.nan)
-  for b, length in enumerate(lengths):
-    context[LAYER, b, :length] = rng.normal(size=(length, width))
-  rows = rng.normal(size=(batch, slots, width))
-  return query, context, rows, np.asarray(lengths, np.int32)
+  return cases.make_arrays(slots, lengths, (L, S, K, G, D), rng)
 
 
 def expected(

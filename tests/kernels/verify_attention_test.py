@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.tree_build import bits
+from pallas_kernels import _bits
 from pallas_kernels.verify_attention import api
 
 L, B, S, N, H, C, R = 2, 3, 19, 5, 3, 13, 9
@@ -123,7 +123,7 @@ def test_a_node_that_sees_nothing_gets_zeros():
 def test_chain_bits_equal_implicit_causal_bitwise():
   query, cache, rows, _ = make_arrays(2)
   chain = np.tile(np.arange(-1, N - 1, dtype=np.int32), (B, 1))
-  words = bits.ancestors_from_parents(jnp.asarray(chain), N - 1)
+  words = _bits.ancestors_from_parents(jnp.asarray(chain), N - 1)
   np.testing.assert_array_equal(
     run(query, cache, rows, [0, 5, S], words),
     run(query, cache, rows, [0, 5, S], None),
@@ -193,7 +193,7 @@ def test_sibling_order_permutes_the_output():
   #  0 -> 1, 2;  1 -> 3;  2 -> 4: swapping both branches
   parents = np.array([[-1, 0, 0, 1, 2]] * B, np.int32)
   order = np.array([0, 2, 1, 4, 3])
-  words = bits.ancestors_from_parents(jnp.asarray(parents), 2)
+  words = _bits.ancestors_from_parents(jnp.asarray(parents), 2)
   query, cache, rows, _ = make_arrays(5)
   want = run(query, cache, rows, [4, 0, S], words)
   # The same parents describe the swapped tree, whose nodes moved.
@@ -204,7 +204,7 @@ def test_sibling_order_permutes_the_output():
 def test_every_node_equals_its_path_as_a_chain():
   query, cache, rows, _ = make_arrays(6)
   parents = np.array([[-1, 0, 0, 2, 3]] * B, np.int32)
-  words = bits.ancestors_from_parents(jnp.asarray(parents), 3)
+  words = _bits.ancestors_from_parents(jnp.asarray(parents), 3)
   tree = run(query, cache, rows, [4, 7, 1], words)
   path = [0, 2, 3, 4]
   chain = run(query[:, path], cache, rows[:, path], [4, 7, 1], None)
