@@ -95,8 +95,8 @@ def load_target(
   Args:
     path: a `.kdtr` file, or a folder with `config.json` and safetensors.
     dtype: `float32` or `bfloat16`: of weights, caches and arithmetic.
-    weights: `as_stored` keeps quantised weights quantised and expands them
-      where they are used; `bfloat16` and `float32` expand them now and round
+    weights: `as_stored` keeps quantised weights quantised and dequantises
+      them where they are used; `bfloat16` and `float32` do so now and round
       all weights but the router's to it. Not finer than `dtype`.
     progress: called with the bytes of each tensor that was read.
 
@@ -104,7 +104,7 @@ def load_target(
     UserError: what is wrong with the path or the checkpoint.
   """
   path = pathlib.Path(path)
-  jax_dtype, expanded = _dtype(dtype), _expanded(weights, dtype)
+  jax_dtype, weights_dtype = _dtype(dtype), _weights_dtype(weights, dtype)
   if _is_bundle(path):
     bundle = kdtr.read_bundle(path)
     config, golden = bundle.config, bundle.golden
@@ -115,7 +115,7 @@ def load_target(
       MappingSource(bundle.target),
       jax_dtype,
       source_name=str(path),
-      expanded=expanded,
+      weights_dtype=weights_dtype,
       progress=progress,
     )
     return Target(
@@ -137,7 +137,7 @@ def load_target(
     source_name=str(path),
     quantization=huggingface.quantization(raw, where),
     extras=huggingface.read_extras(raw, where),
-    expanded=expanded,
+    weights_dtype=weights_dtype,
     progress=progress,
   )
   stop_ids = huggingface.stop_ids(path, raw)
@@ -260,7 +260,7 @@ def _dtype(name: str) -> Any:
   return DTYPES[name]
 
 
-def _expanded(weights: str, dtype: str) -> Any:
+def _weights_dtype(weights: str, dtype: str) -> Any:
   """The dtype to which weights are rounded, None for `as_stored`."""
   if weights not in WEIGHTS:
     raise UserError(f'weights={weights!r} is none of {", ".join(WEIGHTS)}')

@@ -42,7 +42,8 @@ def problem(value: Any, kind: Any) -> str | None:
 
   Args:
     value: of a field.
-    kind: its annotation: a class, `tuple[kind, ...]` or `kind | None`.
+    kind: its annotation: a class, `dict[str, Any]`, `tuple[kind, ...]` or
+      `kind | None`.
 
   Returns:
     A phrase that follows the value, as in 'not an integer'.
@@ -59,6 +60,7 @@ def problem(value: Any, kind: Any) -> str | None:
       if why := problem(item, kind):
         return f'a list that holds {show(item)}, which is {why}'
     return None
+  kind = typing.get_origin(kind) or kind  # `dict[str, Any]` is checked as dict.
   if type(value) is not kind and (kind, type(value)) != (float, int):
     return f'not {_WORDS.get(kind, kind.__name__)}'
   if kind is int and abs(value) > _MAX_ANY:

@@ -84,7 +84,7 @@ def test_every_letter_is_in_the_glossary():
   for folder in ('kdtree_jax', 'pallas_kernels'):
     for path in (ROOT / folder).rglob('*.py'):
       for shape in re.findall(
-        r"\b(?:Bool|U?Int\d*|B?Float\d*|Shaped)\[[^\[\]]*?, '(.*?)'\]",
+        r"\b(?:Bool|Integer|U?Int\d*|B?Float\d*|Shaped)\[[^\[\]]*?, '(.*?)'\]",
         path.read_text(),
       ):
         used |= {axis.lstrip('*#') for axis in shape.split()}

@@ -1,8 +1,8 @@
-"""How much was accepted, where in the trees, and how sure that is.
+"""Statistics of acceptance: means with intervals, by depth, rank and node.
 
-An *acceptance length* is what one target forward commits, the root included.
-A mean is over rounds, tokens over forwards, and its interval is a bootstrap
-over prompts, because rounds of one prompt resemble one another.
+An *acceptance length* is the number of tokens that one target forward commits,
+the root included. Means are over rounds. Intervals are bootstrapped over
+prompts, because rounds of one prompt resemble one another.
 """
 
 import dataclasses
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-# Upper ends of the bins of predicted probabilities: nearly all nodes of a
-# large tree are improbable.
+# Upper ends of the bins of path probabilities, finer where most nodes of a
+# large tree are.
 PROBABILITIES = (
   *(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
   1.0,
 )
-# Sibling ranks told apart; the last one stands for all that follow.
+# Sibling ranks that are counted; the last one includes all higher ranks.
 RANKS = 8
 RESAMPLES = 2000
-# A stretch counts as a loop if it says the same so often, over so much text.
+# Text is a loop if it repeats itself so often, over at least so many tokens.
 LOOP_REPEATS, LOOP_TOKENS = 3, 16
 
 
@@ -35,14 +35,14 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class NodeCounts:
-  """What became of the nodes of some trees, as counts.
+  """Counts of the draft nodes of some trees.
 
   Attributes:
-    nodes: by bin of `PROBABILITIES`, draft nodes.
-    predicted: likewise, the sum of the drafter's probabilities of their paths.
-    accepted: likewise, how many were accepted.
-    rank_offered: by sibling rank, draft nodes whose parent was accepted.
-    rank_accepted: likewise, how many were accepted.
+    nodes: nodes by bin of `PROBABILITIES`.
+    predicted: sum of the drafter's probabilities of their paths, by bin.
+    accepted: accepted nodes by bin.
+    rank_offered: nodes whose parent was accepted, by sibling rank.
+    rank_accepted: accepted nodes by sibling rank.
   """
 
   nodes: list[int]
@@ -53,10 +53,10 @@ class NodeCounts:
 
 
 def sibling_ranks(parents: ArrayLike) -> np.ndarray:
-  """`[N]` how many siblings come before each node, in the tree's order.
+  """The number of siblings before each node `[N]`.
 
-  Siblings are in the order of their probability, so that this is the rank of
-  a node's token in the drafter's distribution.
+  Siblings are in the order of their probability, so this is the rank of a
+  node's token in the drafter's distribution.
   """
   above = np.asarray(parents)
   order = np.argsort(above, kind='stable')
@@ -73,8 +73,8 @@ def count_nodes(
   """Counts over the trees of one run.
 
   Args:
-    trees: parents, scores (sums of log q) and accepted indices of each, the
-      root, node 0, included in all three.
+    trees: parents, scores (sums of log q) and accepted indices of each tree,
+      all with the root, node 0.
   """
   nodes = np.zeros(len(PROBABILITIES), np.int64)
   hits, predicted = nodes.copy(), nodes.astype(np.float64)
@@ -114,12 +114,11 @@ def add_counts(counts: Sequence[NodeCounts]) -> NodeCounts:
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:
-  """Where a text begins to repeat itself, or None.
+  """The first index at which a text repeats itself, or None.
 
-  That is the first index i such that the text from i on goes on as it did p
-  tokens earlier, for some period p, until at least `LOOP_REPEATS` times the
-  same was said (the first time is before i) over at least `LOOP_TOKENS`
-  tokens. So what is before i holds the loop's words once.
+  From that index on the text equals the text p tokens earlier, for some period
+  p, until the period has occurred at least `LOOP_REPEATS` times, over at least
+  `LOOP_TOKENS` tokens. Its first occurrence is before that index.
   """
   text = np.asarray(tokens)
   best = None
@@ -139,10 +138,10 @@ def loop_start(tokens: Sequence[int]) -> int | None:
 def rounds_before(
   acceptance_lengths: Sequence[int], cut: int | None
 ) -> list[int]:
-  """The rounds whose root lies before output token `cut`; None: all.
+  """The rounds that begin before output token `cut`; None: all.
 
-  A round is counted by where it begins, because long rounds end behind any
-  border more often than short ones.
+  Their ends do not matter, because long rounds cross a border more often than
+  short ones.
   """
   lengths = list(acceptance_lengths)
   if cut is None:
@@ -158,10 +157,10 @@ def mean_interval(
 
   Args:
     runs: acceptance lengths of each prompt.
-    seed: of the resampling.
+    seed: seed of the resampling.
 
   Returns:
-    None if there is no round at all.
+    None if there is no round.
   """
   tokens, rounds, chosen = _resampled(runs, seed)
   if not rounds.sum():
@@ -174,7 +173,7 @@ def mean_interval(
 def ratio_interval(
   runs: Sequence[Sequence[int]], base: Sequence[Sequence[int]], seed: int = 0
 ) -> Interval | None:
-  """Mean of `runs` over mean of `base`, the same prompts in the same order."""
+  """Mean of `runs` over mean of `base`, for the same prompts in order."""
   tokens, rounds, chosen = _resampled(runs, seed)
   base_tokens, base_rounds, _ = _resampled(base, seed)
   if not rounds.sum() or not base_rounds.sum():
@@ -189,7 +188,7 @@ def ratio_interval(
 def _resampled(
   runs: Sequence[Sequence[int]], seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Tokens and rounds `[P]`, and `[RESAMPLES, P]` indices of prompts."""
+  """Tokens and rounds by prompt, and prompts `[RESAMPLES, P]` to resample."""
   tokens = np.array([sum(run) for run in runs], np.float64)
   rounds = np.array([len(run) for run in runs], np.float64)
   rng = np.random.default_rng(seed)
@@ -198,7 +197,7 @@ def _resampled(
 
 
 def _ratio(tokens: np.ndarray, rounds: np.ndarray) -> np.ndarray:
-  """Means of the resamples; NaN where one has no round at all."""
+  """Means of the resamples; NaN for one without a round."""
   total = rounds.sum(axis=1)
   return np.divide(
     tokens.sum(axis=1),
@@ -221,10 +220,10 @@ def histogram(lengths: Sequence[int], block_size: int) -> list[int]:
 def by_depth(
   lengths: Sequence[int], block_size: int
 ) -> list[tuple[float, float | None]]:
-  """Of every depth 1..block_size - 1: the share of rounds that accept it.
+  """The share of rounds that accept each depth, 1..block_size - 1.
 
   Returns:
-    That share, and the same among rounds that accepted the depth before.
+    The share of all rounds, and of those that accepted the depth before.
   """
   each = np.asarray(lengths)
   reached = [(each > depth).sum() for depth in range(block_size)]

@@ -2,22 +2,26 @@
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdtree_jax.analysis.acceptance import histogram
 from kdtree_jax.analysis.report import Row, Setting, detail_tree, name
 from kdtree_jax.errors import UserError
 
-# Inches of one part, parts side by side, dots an inch.
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+
+# Width and height of one plot in inches, plots in a row, dots per inch.
 _WIDTH, _HEIGHT, _COLUMNS, _DPI = 4.4, 3.6, 3, 110
 _CHAIN, _TREE = 'tab:orange', 'tab:blue'
 
 
 def check_plots() -> None:
-  """Refuses before the work what could not be drawn after it.
+  """Refuses plots, before other work, if matplotlib is not installed.
 
   Raises:
-    UserError: matplotlib is not installed.
+    UserError: names the command that installs it.
   """
   try:
     import matplotlib  # noqa: F401
@@ -27,8 +31,8 @@ def check_plots() -> None:
     ) from None
 
 
-def _figure(count: int) -> tuple[Any, list[Any]]:
-  """A figure that needs no display, and `count` axes, in rows of three."""
+def _figure(count: int) -> tuple['Figure', list['Axes']]:
+  """A figure, which needs no display, with `count` plots in rows of three."""
   from matplotlib.figure import Figure
 
   columns = min(count, _COLUMNS)
@@ -41,9 +45,9 @@ def _figure(count: int) -> tuple[Any, list[Any]]:
   return figure, list(axes[:count])
 
 
-def _png(figure: Any) -> bytes:
+def _png(figure: 'Figure') -> bytes:
   buffer = io.BytesIO()
-  # Without the time and the version: equal numbers give equal bytes.
+  # Without time and version, so that equal numbers give equal bytes.
   figure.savefig(buffer, format='png', metadata={'Software': None})
   return buffer.getvalue()
 
@@ -53,7 +57,7 @@ def _settings(rows: Sequence[Row]) -> list[Setting]:
 
 
 def acceptance_by_budget(rows: Sequence[Row]) -> bytes:
-  """PNG: mean acceptance length against the tree's budget, by setting."""
+  """PNG of mean acceptance lengths by tree budget, a plot for each setting."""
   settings = _settings(rows)
   figure, axes = _figure(len(settings))
   for axis, setting in zip(axes, settings, strict=True):
@@ -97,7 +101,7 @@ def acceptance_by_budget(rows: Sequence[Row]) -> bytes:
 
 
 def acceptance_histogram(rows: Sequence[Row]) -> bytes:
-  """PNG: how often a round commits so many tokens, chain beside tree."""
+  """PNG of histograms of acceptance lengths, chain beside tree."""
   settings = _settings(rows)
   figure, axes = _figure(len(settings))
   for axis, setting in zip(axes, settings, strict=True):

@@ -1,4 +1,4 @@
-"""A sweep's records as rows of numbers and as Markdown."""
+"""Records of `--mode=bench_acceptance` as table rows and as Markdown."""
 
 import dataclasses
 import itertools
@@ -19,30 +19,31 @@ from kdtree_jax.analysis.acceptance import (
   rounds_before,
 )
 
-# The tree that the details show, where it was measured.
+# The tree budget that is shown in detail.
 DETAIL_BUDGET = 64
 BEFORE_LOOPS = 'without loops'
 
 
 class Setting(NamedTuple):
-  """Under what a walk was taken.
+  """The conditions under which acceptance was measured.
 
   Attributes:
-    forced: the committed text is a given one, not the model's own.
-    by_text: the walk, too, is along that text, not the target's tokens.
-    temperature: of the target.
+    teacher_forced: a given text is committed, not the model's own.
+    accept_text: a draft is accepted if it equals the text, not if it equals the
+      target's choice.
+    temperature: the target's temperature.
   """
 
-  forced: bool
-  by_text: bool
+  teacher_forced: bool
+  accept_text: bool
   temperature: float
 
   @property
   def title(self) -> str:
-    if not self.forced:
+    if not self.teacher_forced:
       return f"temperature {self.temperature:g}, the model's own text"
-    if self.by_text:
-      return 'real text, accepted where the text says the same'
+    if self.accept_text:
+      return 'real text, accepted where the text has the same token'
     return "real text, accepted where the target's greedy token is the same"
 
 
@@ -51,20 +52,20 @@ class Row:
   """One method under one setting, over all prompts.
 
   Attributes:
-    setting: see there.
+    setting: the conditions.
     method: `ar`, `chain` or `ddtree`.
     tree_budget: 0 for AR.
-    chain_seed: of a tree.
-    block_size: of the drafter.
-    prompts: how many.
+    chain_seed: whether the tree keeps the top-1 chain.
+    block_size: the drafter's block size.
+    prompts: number of prompts.
     acceptance: mean acceptance length.
     before_loops: the same until the text begins to repeat itself; None for a
       given text, or if nothing is left.
-    looping: the share of the output's tokens behind that point.
-    over_chain: the mean over that of the chain, where there is one.
-    lengths: of all rounds.
-    matches: outputs equal to AR's, of how many compared.
-    counts: of the nodes, None for AR.
+    looping: the share of the output's tokens after that point.
+    over_chain: ratio of the mean and the chain's, if there is a chain.
+    lengths: acceptance lengths of all rounds.
+    matches: number of outputs equal to AR's, and number compared.
+    counts: counts of the nodes; None for AR.
   """
 
   setting: Setting
@@ -87,10 +88,10 @@ _Key = tuple[Setting, str, int, bool]
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> list[Row]:
-  """Rows in the order: settings, then AR, chain and trees by budget.
+  """Rows by setting, then AR, chain and trees by budget.
 
   Args:
-    records: lines of `--mode=bench_acceptance`.
+    records: the lines that `--mode=bench_acceptance` writes.
   """
   groups: dict[_Key, list[tuple[Mapping[str, Any], list[int]]]] = {}
   for record in records:
@@ -122,15 +123,15 @@ def _row(
   walks = [walk for _, walk in group]
   before = over = None
   looping = 0.0
-  if not setting.forced:
+  if not setting.teacher_forced:
     cuts = [loop_start(record['output_ids']) for record, _ in group]
     total = sum(len(record['output_ids']) for record, _ in group)
-    behind = sum(
+    after = sum(
       len(record['output_ids']) - cut
       for (record, _), cut in zip(group, cuts, strict=True)
       if cut is not None
     )
-    looping = behind / total if total else 0.0
+    looping = after / total if total else 0.0
     before = mean_interval(
       [rounds_before(w, cut) for w, cut in zip(walks, cuts, strict=True)]
     )
@@ -139,8 +140,8 @@ def _row(
     over = ratio_interval(walks, base)
   compared = [r['match'] for r, _ in group if r['match'] is not None]
   counts = None
-  # The nodes were counted along the walk that was committed.
-  if method != 'ar' and setting.by_text == setting.forced:
+  # Nodes were counted along the committed walk only.
+  if method != 'ar' and setting.accept_text == setting.teacher_forced:
     counts = add_counts([NodeCounts(**record['nodes']) for record, _ in group])
   return Row(
     setting=setting,
@@ -165,7 +166,7 @@ def markdown(rows: Sequence[Row]) -> str:
   for setting, group in itertools.groupby(rows, lambda row: row.setting):
     members = list(group)
     parts += [f'### {_upper(setting.title)}', _table(members)]
-    if not setting.forced:
+    if not setting.teacher_forced:
       looping = _percent(members[0].looping)
       parts.append(f'{looping} of the tokens are in text that repeats itself.')
     for row in _shown(members):
@@ -176,7 +177,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def name(row: Row) -> str:
-  """What a row is called in tables and legends."""
+  """The name of a row in tables and legends."""
   if row.method != 'ddtree':
     return {'ar': 'AR', 'chain': 'DFlash chain'}[row.method]
   seeded = ', chain kept' if row.chain_seed else ''
@@ -184,7 +185,7 @@ def name(row: Row) -> str:
 
 
 def detail_tree(rows: Sequence[Row]) -> Row | None:
-  """The tree shown in detail: the largest of at most `DETAIL_BUDGET`."""
+  """The tree that is shown in detail: the largest up to `DETAIL_BUDGET`."""
   trees = [r for r in rows if r.method == 'ddtree' and not r.chain_seed]
   small = [row for row in trees if row.tree_budget <= DETAIL_BUDGET]
   if not trees:
@@ -243,18 +244,18 @@ def _ranks(counts: NodeCounts) -> str:
 def _calibration(counts: NodeCounts) -> str:
   head = ['path probability up to', *(f'{p:g}' for p in PROBABILITIES)]
   nodes = [f'{count:,}' for count in counts.nodes]
-  said = [
+  predicted = [
     _percent(p, n) for p, n in zip(counts.predicted, counts.nodes, strict=True)
   ]
-  was = [
+  accepted = [
     _percent(a, n) for a, n in zip(counts.accepted, counts.nodes, strict=True)
   ]
   return _grid(
     head,
     [
       ['nodes', *nodes],
-      ['predicted by the drafter', *said],
-      ['accepted', *was],
+      ['predicted by the drafter', *predicted],
+      ['accepted', *accepted],
     ],
   )
 

@@ -1,4 +1,4 @@
-"""What a KDTR bundle holds, and what must be true of it."""
+"""The contents of a KDTR bundle and their checks."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -17,14 +17,14 @@ from kdtree_jax.io.files import show, show_more
 from kdtree_jax.io.finite import all_finite
 from kdtree_jax.io.tensors import FLOAT_DTYPES, dtype_name
 
-# What a checkpoint's folder has for text, byte for byte.
+# The tokenizer's files of a checkpoint's folder, kept byte for byte.
 TOKENIZER_FILES = (
   'tokenizer.json',
   'tiktoken.model',
   'tokenizer_config.json',
   'chat_template.jinja',
 )
-# Golden token ids; other golden tensors are checks of any shape.
+# Golden token ids; other golden tensors may have any name and shape.
 GOLDEN_IDS = ('prompt', 'ar_tokens')
 
 
@@ -37,15 +37,15 @@ class Bundle:
   """The contents of a `.kdtr` file.
 
   Attributes:
-    name: of the variant.
+    name: the variant's name.
     config: the target's architecture; None: the bundle is a drafter alone.
-    target: its weights by Hugging Face name, float32, bfloat16 or float16, or
-      None.
-    golden: `prompt [P]` and `ar_tokens [T]` int32, and any other checks;
-      may be empty.
-    drafter_config: of the DFlash drafter, or None.
-    drafter: its weights by z-lab's names, or None.
-    recipe: how the bundle was made; JSON.
+    target: the target's weights by Hugging Face name, float32, bfloat16 or
+      float16, or None.
+    golden: `prompt [P]` and `ar_tokens [T]` int32, and any other tensors to
+      compare with; may be empty.
+    drafter_config: the DFlash drafter's architecture, or None.
+    drafter: the drafter's weights by z-lab's names, or None.
+    recipe: how the bundle was made, as JSON.
     tokenizer: bytes of files by their names in `TOKENIZER_FILES`.
   """
 
@@ -60,7 +60,7 @@ class Bundle:
 
 
 def check_contents(bundle: Bundle) -> None:
-  """Names, shapes, dtypes and values against the configs."""
+  """Checks names, shapes, dtypes and values against the configs."""
   config, drafter = bundle.config, bundle.drafter_config
   if drafter is not None:
     _check_weights('drafter', bundle.drafter or {}, drafter_shapes(drafter))
@@ -101,7 +101,7 @@ def _check_names(files: Iterable[str]) -> None:
 
 
 def check_files(tensors: Mapping[str, np.ndarray]) -> None:
-  """Files are rows of bytes."""
+  """Checks that tokenizer files are rows of bytes with known names."""
   _check_names(tensors)
   for name, value in tensors.items():
     if dtype_name(value.dtype) != 'U8' or value.ndim != 1:

@@ -1,7 +1,7 @@
 """config.json of Hugging Face checkpoints, read strictly.
 
-A key is used, or is known to change nothing, or is an error: a switch that
-this engine does not know may change what the model computes.
+A key is used, known to change nothing, or an error: an unknown switch may
+change what the model computes.
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,7 @@ from typing import Any
 
 from kdtree_jax.config import ModelConfig, RopeScaling
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.fields import (
-  REQUIRED,
-  Fields,
-)
+from kdtree_jax.io.fields import REQUIRED, Fields
 from kdtree_jax.io.files import show
 from kdtree_jax.io.quantization import Quantization, read_quantization
 from kdtree_jax.io.tensors import CheckpointError
@@ -20,15 +17,15 @@ from kdtree_jax.io.tensors import CheckpointError
 MODEL_TYPES = ('deepseek_v2', 'deepseek_v3', 'kimi_k2', 'glm4_moe_lite')
 # Multimodal wrappers: the language model's config lies in `text_config`.
 WRAPPER_TYPES = ('kimi_k25',)
-# Whose config a class of transformers is; of other classes nothing is known.
+# Model types whose config a class of transformers reads.
 _CLASSES = {
   'DeepseekV2ForCausalLM': ('deepseek_v2',),
   'DeepseekV3ForCausalLM': ('deepseek_v3', 'kimi_k2'),
   'Glm4MoeLiteForCausalLM': ('glm4_moe_lite',),
 }
 
-# Housekeeping: names, dtypes, special tokens that the loop does not use,
-# training and sampling settings. Whatever they say, the logits are the same.
+# Keys without influence on the logits: names, dtypes, special tokens, settings
+# of training and sampling.
 HOUSEKEEPING = frozenset(
   '_attn_implementation _name_or_path architectures attention_dropout '
   'attn_implementation auto_map bos_token_id chunk_size_feed_forward '
@@ -48,7 +45,7 @@ _IGNORED_IN_TARGET = HOUSEKEEPING | {
   'seq_aux',
   # qk_rope_head_dim under another name, in exports of transformers.
   'head_dim',
-  # Layers that are not run: `read_extras` reads it.
+  # Layers that are skipped: `read_extras` reads it.
   'num_nextn_predict_layers',
   'quantization_config',  # `quantization` reads it
 }
@@ -67,7 +64,7 @@ _IGNORED_IN_WRAPPER = HOUSEKEEPING | {
 def _rope_settings(
   raw: Any, where: str
 ) -> tuple[float | None, RopeScaling | None]:
-  """Theta, if it is there, and YaRN from one dictionary of either spelling."""
+  """Theta, if stated, and YaRN from one dictionary of either spelling."""
   fields = Fields(raw, where)
   old, new = fields.string('type', None), fields.string('rope_type', None)
   if old is not None and new is not None and old != new:
@@ -100,7 +97,7 @@ def _rope_settings(
 
 
 def read_rope(fields: Fields, where: str) -> tuple[float, RopeScaling | None]:
-  """Theta and YaRN in the spelling of transformers 4, of 5, or of both."""
+  """Theta and YaRN in the spelling of transformers 4, 5 or both."""
   thetas = [fields.number('rope_theta', None, above=1)]
   scalings = []
   for key in ('rope_scaling', 'rope_parameters'):
@@ -127,7 +124,7 @@ def text_config(raw: Any, where: str) -> tuple[Any, str]:
     return raw, where
   text = fields.get('text_config', REQUIRED)
   if isinstance(text, Mapping):
-    # transformers ties by the wrapper's word, other engines by the text's.
+    # transformers reads the wrapper's value, other engines text_config's.
     tied = bool(text.get('tie_word_embeddings'))
     fields.fixed('tie_word_embeddings', tied)
   fields.finish(_IGNORED_IN_WRAPPER)
@@ -137,12 +134,12 @@ def text_config(raw: Any, where: str) -> tuple[Any, str]:
 def quantization(
   raw: Any, source_name: str = 'config.json'
 ) -> Quantization | None:
-  """How a target's weights are quantised, None if they are not.
+  """How a target's weights are quantised; None if they are not.
 
-  Of a multimodal model `text_config` says so, or the wrapper does.
+  A multimodal model states it in `text_config` or in the wrapper.
 
   Raises:
-    CheckpointError: a method that this engine does not have, or two.
+    CheckpointError: an unsupported method, or two that disagree.
   """
   found = read_quantization(Fields(raw, source_name), source_name)
   text, where = text_config(raw, source_name)
@@ -157,7 +154,7 @@ def quantization(
 
 
 def eos_ids(fields: Fields) -> tuple[int, ...]:
-  """`eos_token_id`, an integer or a list of them, without repetitions."""
+  """`eos_token_id`, an integer or a list, without repetitions."""
   if isinstance(fields.get('eos_token_id'), list):
     ids = fields.tuple_of(int, 'eos_token_id')
   else:
@@ -171,15 +168,16 @@ def eos_ids(fields: Fields) -> tuple[int, ...]:
 def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
   """Translates a target's config.json, in the spelling of transformers 4 or 5.
 
-  What the shapes of the weights cannot witness has to be stated: classes
-  disagree about the defaults of, say, `routed_scaling_factor`.
+  Keys that the shapes of the weights do not determine are required, because
+  classes disagree about defaults, for instance of `routed_scaling_factor`.
 
   Args:
     raw: the parsed object.
     source_name: the file's name for messages.
 
   Raises:
-    CheckpointError: unsupported, quantised, ill-typed, missing or unknown.
+    CheckpointError: a key or value that is unsupported, ill-typed, missing or
+      unknown.
   """
   text, where = text_config(raw, source_name)
   fields = Fields(text, where)
@@ -190,7 +188,7 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
       f'is {show(kind)}; supported: {", ".join(MODEL_TYPES + WRAPPER_TYPES)}',
     )
   _check_classes(fields, kind)
-  quantization(raw, source_name)  # refused here already, if at all
+  quantization(raw, source_name)  # Refuses unsupported methods.
   fields.fixed('hidden_act', 'silu')
   fields.fixed('partial_rotary_factor', 1)
   arguments = _attention_arguments(fields, where) | _mlp_arguments(fields, kind)
@@ -210,7 +208,7 @@ def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
 
 
 def _check_classes(fields: Fields, kind: str) -> None:
-  """The class that wrote a config must not be that of another model type."""
+  """Refuses a config whose class belongs to another model type."""
   names = fields.get('architectures')
   for name in names if isinstance(names, list) else ():
     kinds = _CLASSES.get(name, (kind,)) if isinstance(name, str) else (kind,)
@@ -224,7 +222,7 @@ def _attention_arguments(fields: Fields, where: str) -> dict[str, Any]:
   heads = fields.integer('num_attention_heads', least=1)
   nope = fields.integer('qk_nope_head_dim', least=1)
   rope = fields.integer('qk_rope_head_dim', least=1)
-  # Redundant in this family, but then they must not contradict.
+  # Redundant in this family, so they must agree.
   fields.fixed('qk_head_dim', nope + rope)
   fields.fixed('num_key_value_heads', heads)
   theta, scaling = read_rope(fields, where)
@@ -237,7 +235,7 @@ def _attention_arguments(fields: Fields, where: str) -> dict[str, Any]:
     'qk_rope_head_dim': rope,
     'v_head_dim': fields.integer('v_head_dim', least=1),
     'rms_norm_eps': fields.number('rms_norm_eps', above=0),
-    # transformers builds these norms with its default, not rms_norm_eps.
+    # transformers uses its default for these norms, not rms_norm_eps.
     'latent_norm_eps': fields.number('latent_norm_eps', 1e-6, above=0),
     'rope_theta': theta,
     'rope_scaling': scaling,

@@ -1,11 +1,11 @@
-"""Tensors of a checkpoint that are not run, and what justifies each of them."""
+"""Tensors of a checkpoint that are skipped, and the reason for each."""
 
 import collections
 import dataclasses
 import re
 from typing import Any
 
-from kdtree_jax.config import DrafterConfig, ModelConfig
+from kdtree_jax.config import ModelConfig
 from kdtree_jax.io.checkpoint_config import WRAPPER_TYPES
 from kdtree_jax.io.fields import REQUIRED, Fields
 
@@ -19,8 +19,8 @@ _VISION = (
 )
 _LAYER = re.compile(r'model\.layers\.([0-9]{1,9})\.([^.]*)(?:\.|$)')
 _ROTARY = re.compile(r'layers\.([0-9]{1,9})\.self_attn\.rotary_emb\.inv_freq')
-# What tells a multi-token prediction layer from a layer of the model, and
-# what else it holds.
+# Modules that only a multi-token prediction (MTP) layer has, and all of its
+# modules.
 _MTP_ONLY = frozenset(('eh_proj', 'enorm', 'hnorm'))
 _MTP = _MTP_ONLY | {
   'embed_tokens',
@@ -34,11 +34,11 @@ _MTP = _MTP_ONLY | {
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-  """Parts of a checkpoint that its config announces and that are not run.
+  """Parts of a checkpoint that its config announces and that are skipped.
 
   Attributes:
-    mtp_layers: multi-token prediction layers after the model's own.
-    vision: the model is multimodal.
+    mtp_layers: multi-token prediction layers after those of the model.
+    vision: whether the model is multimodal.
   """
 
   mtp_layers: int = 0
@@ -49,10 +49,10 @@ NO_EXTRAS = Extras()
 
 
 def read_extras(raw: Any, source_name: str = 'config.json') -> Extras:
-  """What a target's config.json announces beyond what `model_config` reads.
+  """The skipped parts that a target's config.json announces.
 
-  Where `num_nextn_predict_layers` is absent it is 1, the default of the
-  family's own class; DeepSeek-V2 has no such layers.
+  An absent `num_nextn_predict_layers` is 1, the default of the family's own
+  class; DeepSeek-V2 has no such layers.
 
   Raises:
     CheckpointError: an ill-typed value.
@@ -67,24 +67,24 @@ def read_extras(raw: Any, source_name: str = 'config.json') -> Extras:
   return Extras(layers, vision)
 
 
-class TargetRules:
+class SkipRules:
   """Which tensors of a target are skipped, and why others are not."""
 
   def __init__(
     self, config: ModelConfig, extras: Extras, canonical: dict[str, str]
   ):
-    """Looks at all names of a checkpoint.
+    """Looks at the names of all tensors.
 
     Args:
       config: the architecture.
-      extras: what else the config announces.
+      extras: the skipped parts that the config announces.
       canonical: canonical name to the source's own.
     """
     self._config, self._extras, self._own = config, extras, canonical
-    self._parts = collections.defaultdict(set)
+    self._modules: dict[int, set[str]] = collections.defaultdict(set)
     for name in canonical:
       if layer := _LAYER.match(name):
-        self._parts[int(layer[1])].add(layer[2])
+        self._modules[int(layer[1])].add(layer[2])
 
   def reason(self, name: str) -> str | None:
     """Why a tensor that is no parameter is skipped; None: it is not."""
@@ -92,20 +92,18 @@ class TargetRules:
     layer = _LAYER.match(name)
     if layer and int(layer[1]) >= layers:
       announced = int(layer[1]) < layers + self._extras.mtp_layers
-      marked = self._parts[int(layer[1])] >= _MTP_ONLY
-      if announced and marked and layer[2] in _MTP:
+      is_mtp = self._modules[int(layer[1])] >= _MTP_ONLY
+      if announced and is_mtp and layer[2] in _MTP:
         return 'multi-token prediction'
       return None
     if self._extras.vision and self._own[name].startswith(_VISION):
       return 'vision'
-    if _is_rotary(name.removeprefix('model.'), layers):
-      return 'rotary buffer'
     if name == 'lm_head.weight' and self._config.tie_word_embeddings:
       return TIED_HEAD
-    return None
+    return rotary_reason(name.removeprefix('model.'), layers)
 
   def hint(self, name: str) -> str:
-    """What would have to be different for a tensor to be skipped."""
+    """What would have to change for a tensor to be skipped; may be empty."""
     layer = _LAYER.match(name)
     if layer and int(layer[1]) >= self._config.num_hidden_layers:
       return (
@@ -118,24 +116,7 @@ class TargetRules:
     return ''
 
 
-class DrafterRules:
-  """Which tensors of a drafter are skipped."""
-
-  def __init__(self, config: DrafterConfig):
-    self._layers = config.num_hidden_layers
-
-  def reason(self, name: str) -> str | None:
-    """See `TargetRules`."""
-    rotary = name == 'rotary_emb.inv_freq' or _is_rotary(name, self._layers)
-    return 'rotary buffer' if rotary else None
-
-  def hint(self, name: str) -> str:
-    """See `TargetRules`."""
-    del name
-    return ''
-
-
-def _is_rotary(name: str, layers: int) -> bool:
-  """Whether a name is that of the buffer of one of so many layers."""
+def rotary_reason(name: str, layers: int) -> str | None:
+  """Why a rotary buffer of one of so many layers is skipped; else None."""
   found = _ROTARY.fullmatch(name)
-  return found is not None and int(found[1]) < layers
+  return 'rotary buffer' if found and int(found[1]) < layers else None

@@ -1,4 +1,4 @@
-"""The tensors of checkpoints: names, shapes, and who they belong to."""
+"""The tensors of checkpoints: names, shapes, and which parameter each is."""
 
 import dataclasses
 import math
@@ -8,9 +8,9 @@ from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.io.checkpoint_extras import (
   NO_EXTRAS,
   TIED_HEAD,
-  DrafterRules,
   Extras,
-  TargetRules,
+  SkipRules,
+  rotary_reason,
 )
 from kdtree_jax.io.files import show, show_more
 from kdtree_jax.io.quantization import (
@@ -24,16 +24,19 @@ from kdtree_jax.io.quantization import (
 )
 from kdtree_jax.io.tensors import FLOAT_DTYPES, CheckpointError, TensorSource
 
-# Far above any real model: a config must not make us list names for hours.
+# Far above any real model; more would take hours to enumerate.
 _MAX_EXPERTS = 1_000_000
 
-# Where exports put the language model, and the one spelling used here.
-_TARGET_PREFIXES = (
+type Aliases = tuple[tuple[str, str], ...]
+
+# Prefixes of other exports and their canonical spelling, applied in order.
+_TARGET_ALIASES: Aliases = (
   ('language_model.model.', 'model.'),
   ('model.language_model.', 'model.'),
   ('language_model.lm_head.', 'lm_head.'),
 )
-_DRAFTER_ALIASES = (
+_DRAFTER_ALIASES: Aliases = (
+  ('model.', ''),
   ('encoder.fc.', 'fc.'),
   ('encoder.output_norm_enc.', 'hidden_norm.'),
   ('midlayer.', 'layers.0.'),
@@ -41,12 +44,12 @@ _DRAFTER_ALIASES = (
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-  """Every tensor of a checkpoint, experts one by one: name to shape.
+  """Shapes of all tensors of a checkpoint by name, experts one by one.
 
   Linear weights are `[out, in]`.
 
   Raises:
-    CheckpointError: more experts than any machine could hold.
+    CheckpointError: there are more than a million experts.
   """
   c = config
   experts = c.num_hidden_layers * c.n_routed_experts
@@ -55,7 +58,7 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
       f'{c.num_hidden_layers} layers of {c.n_routed_experts} experts are more '
       f'than {_MAX_EXPERTS}'
     )
-  shapes = {'model.embed_tokens.weight': (c.vocab_size, c.hidden_size)}
+  shapes: Shapes = {'model.embed_tokens.weight': (c.vocab_size, c.hidden_size)}
   for layer in range(c.num_hidden_layers):
     prefix = f'model.layers.{layer}.'
     shapes[prefix + 'input_layernorm.weight'] = (c.hidden_size,)
@@ -73,13 +76,13 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
 
 
 def num_parameters(config: ModelConfig) -> int:
-  """How many numbers a target has; multi-token layers do not count."""
+  """Number of parameters of a target, without multi-token layers."""
   return sum(math.prod(shape) for shape in tensor_shapes(config).values())
 
 
 def _attention_shapes(c: ModelConfig, prefix: str) -> Shapes:
   heads, r, h = c.num_attention_heads, c.kv_lora_rank, c.hidden_size
-  shapes = {}
+  shapes: Shapes = {}
   if c.q_lora_rank is None:
     shapes['q_proj.weight'] = (heads * c.qk_head_dim, h)
   else:
@@ -99,7 +102,7 @@ def _attention_shapes(c: ModelConfig, prefix: str) -> Shapes:
 
 def _moe_shapes(c: ModelConfig, prefix: str) -> Shapes:
   h, width = c.hidden_size, c.moe_intermediate_size
-  shapes = {prefix + 'gate.weight': (c.n_routed_experts, h)}
+  shapes: Shapes = {prefix + 'gate.weight': (c.n_routed_experts, h)}
   if c.topk_method == 'noaux_tc':
     shapes[prefix + 'gate.e_score_correction_bias'] = (c.n_routed_experts,)
   for expert in range(c.n_routed_experts):
@@ -119,16 +122,16 @@ def _swiglu_shapes(prefix: str, hidden: int, width: int) -> Shapes:
 
 
 def drafter_shapes(config: DrafterConfig) -> Shapes:
-  """Every tensor of a DFlash drafter: name to shape.
+  """Shapes of all tensors of a DFlash drafter by name.
 
-  Embedding, head and `d2t`, the way from its ids to the target's, are there
-  if they are the drafter's own (speculators' layout).
+  Embedding, head and `d2t`, which maps draft ids to the target's, are included
+  if the drafter has its own (speculators' layout).
   """
   c, h = config, config.hidden_size
   queries = c.num_attention_heads * c.head_dim
   keys = c.num_key_value_heads * c.head_dim
-  shapes = {'fc.weight': (h, len(c.target_layer_ids) * h)}
-  shapes['hidden_norm.weight'] = shapes['norm.weight'] = (h,)
+  shapes: Shapes = {'fc.weight': (h, len(c.target_layer_ids) * h)}
+  shapes |= {'hidden_norm.weight': (h,), 'norm.weight': (h,)}
   if c.own_embedding:
     shapes['embed_tokens.weight'] = (c.vocab_size, h)
   if c.draft_vocab_size is not None:
@@ -157,18 +160,18 @@ def drafter_shapes(config: DrafterConfig) -> Shapes:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-  """A source's tensors, each assigned to a parameter or skipped.
+  """The tensors of a source, each assigned to a parameter or skipped.
 
   Attributes:
-    names: canonical name to the source's own.
-    skipped: the source's own name to the reason.
+    names: the source's name by canonical name.
+    skipped: the reason by the source's name.
   """
 
   names: dict[str, str]
   skipped: dict[str, str]
 
-  def form(self, name: str) -> str | None:
-    """`int4`, `fp8`, or None for a weight (`*.weight`) that is stored plain."""
+  def format(self, name: str) -> str | None:
+    """The storage format of a `*.weight`: `int4`, `fp8`, or None for plain."""
     stem = name.removesuffix('weight')
     if stem + PACKED in self.names:
       return 'int4'
@@ -176,7 +179,7 @@ class Match:
 
   @property
   def tied_head(self) -> str | None:
-    """The source's name of a head that must equal the embedding."""
+    """The source's name of a stored head that must equal the embedding."""
     heads = (own for own, why in self.skipped.items() if why == TIED_HEAD)
     return next(heads, None)
 
@@ -191,24 +194,25 @@ def match_target(
 ) -> Match:
   """Assigns every tensor of a target's checkpoint; reads headers only.
 
-  A linear weight may be stored quantised, as `quantization` says: then its
-  parts, `weight_packed` and so on, are the names.
+  A linear weight may be stored quantised: then its parts, `weight_packed` and
+  so on, are the names.
 
-  Skipped are rotary buffers of the layers (computed from the config), layers
-  of multi-token prediction and vision parts where `extras` has them, and the
-  head of a model that ties it to the embedding.
+  Skipped are rotary buffers (computed from the config), multi-token prediction
+  layers and vision parts that `extras` announces, and the head of a model that
+  ties it to the embedding.
 
   Raises:
     CheckpointError: a tensor is missing, unknown, there twice, of another
-      shape or of an unsupported dtype, or is quantised otherwise than the
-      config says.
+      shape or of an unsupported dtype, or is not quantised as `quantization`
+      states.
   """
-  canonical = _canonical(source, _canonical_target, source_name)
+  canonical = _canonical(source, _TARGET_ALIASES, source_name)
   expected = _fuse_experts(config, tensor_shapes(config), canonical)
   expected = _quantize(quantization, expected, source, canonical, source_name)
-
-  rules = TargetRules(config, extras, canonical)
-  match = _match(source, canonical, expected, rules, source_name)
+  rules = SkipRules(config, extras, canonical)
+  match = _match(
+    source, canonical, expected, source_name, rules.reason, rules.hint
+  )
   if match.tied_head is not None:
     wanted = expected['model.embed_tokens.weight']
     _check_shape(source, match.tied_head, wanted, source_name)
@@ -220,39 +224,34 @@ def match_drafter(
 ) -> Match:
   """Assigns every tensor of a drafter; see `match_target`.
 
-  Skipped are rotary buffers. A drafter with a head of its own may have `t2d`,
-  a mask over the target's ids, which repeats `d2t`.
+  Skipped are rotary buffers. A drafter with its own head may have `t2d`, a mask
+  over the target's ids that repeats what `d2t` states.
   """
-  canonical = _canonical(source, _canonical_drafter, source_name)
+  canonical = _canonical(source, _DRAFTER_ALIASES, source_name)
   expected = drafter_shapes(config)
   if config.draft_vocab_size is not None:
     optional = {'d2t': config.draft_vocab_size, 't2d': config.vocab_size}
     expected |= {k: (size,) for k, size in optional.items() if k in canonical}
-  rules = DrafterRules(config)
-  return _match(source, canonical, expected, rules, source_name)
 
+  def reason(name: str) -> str | None:
+    is_buffer = name == 'rotary_emb.inv_freq'
+    layer = 'layers.0.self_attn.' if is_buffer else ''
+    return rotary_reason(layer + name, config.num_hidden_layers)
 
-def _canonical_target(name: str) -> str:
-  for prefix, ours in _TARGET_PREFIXES:
-    if name.startswith(prefix):
-      return ours + name.removeprefix(prefix)
-  return name
-
-
-def _canonical_drafter(name: str) -> str:
-  name = name.removeprefix('model.')
-  for prefix, ours in _DRAFTER_ALIASES:
-    if name.startswith(prefix):
-      return ours + name.removeprefix(prefix)
-  return name
+  return _match(source, canonical, expected, source_name, reason)
 
 
 def _canonical(
-  source: TensorSource, rename: Callable[[str], str], source_name: str
+  source: TensorSource, aliases: Aliases, source_name: str
 ) -> dict[str, str]:
+  """The source's names by canonical name."""
   names: dict[str, str] = {}
   for name in source.names():
-    other = names.setdefault(rename(name), name)
+    canonical = name
+    for prefix, replacement in aliases:
+      if canonical.startswith(prefix):
+        canonical = replacement + canonical.removeprefix(prefix)
+    other = names.setdefault(canonical, name)
     if other != name:
       raise CheckpointError(
         f'{source_name}: tensors {show(other)} and {show(name)} are two names '
@@ -264,7 +263,7 @@ def _canonical(
 def _fuse_experts(
   config: ModelConfig, shapes: Shapes, present: dict[str, str]
 ) -> Shapes:
-  """`shapes` with two stacked tensors a layer where the source has those."""
+  """`shapes` with stacked experts in the layers where the source has them."""
   fused_shapes = dict(shapes)
   e, h = config.n_routed_experts, config.hidden_size
   for layer in range(config.num_hidden_layers):
@@ -282,7 +281,7 @@ def _fuse_experts(
 
 
 def _quantizable(name: str) -> bool:
-  """Whether a weight is that of a linear map which may be quantised."""
+  """Whether a tensor is the weight of a linear map that may be quantised."""
   return name.endswith(('_proj.weight', '.kv_a_proj_with_mqa.weight'))
 
 
@@ -293,7 +292,7 @@ def _quantize(
   canonical: dict[str, str],
   source_name: str,
 ) -> Shapes:
-  """`shapes` with the parts of a weight where the source has those."""
+  """`shapes` with the parts of each weight that the source has quantised."""
   out: Shapes = {}
   found = False
   for name, shape in shapes.items():
@@ -304,13 +303,13 @@ def _quantize(
     if not packed and not float8:
       out[name] = shape
       continue
-    form = 'int4' if packed else 'fp8'
-    if quantization is None or quantization.format != form:
+    format = 'int4' if packed else 'fp8'
+    if quantization is None or quantization.format != format:
       own = canonical[stem + PACKED] if packed else own
       stated = quantization.format if quantization else 'no quantisation'
       raise CheckpointError(
-        f'{source_name}: tensor {show(own)} is stored as {form}, but the '
-        f'config says {stated}'
+        f'{source_name}: tensor {show(own)} is stored as {format}, but the '
+        f'config states {stated}'
       )
     if packed and shape[1] % quantization.block[1]:
       raise CheckpointError(
@@ -325,7 +324,7 @@ def _quantize(
     out |= {stem + part: part_shape for part, part_shape in parts.items()}
   if quantization is not None and not found:
     raise CheckpointError(
-      f'{source_name}: the config says {quantization.format}, but no tensor '
+      f'{source_name}: the config states {quantization.format}, but no tensor '
       'is stored so'
     )
   return out
@@ -350,14 +349,17 @@ def _match(
   source: TensorSource,
   canonical: dict[str, str],
   expected: Shapes,
-  rules: TargetRules | DrafterRules,
   source_name: str,
+  skip_reason: Callable[[str], str | None],
+  hint: Callable[[str], str] = lambda name: '',
 ) -> Match:
-  names, skipped, unknown = {}, {}, []
+  names: dict[str, str] = {}
+  skipped: dict[str, str] = {}
+  unknown: list[str] = []
   for name, own in canonical.items():
     if name in expected:
       names[name] = own
-    elif reason := rules.reason(name):
+    elif reason := skip_reason(name):
       skipped[own] = reason
     else:
       unknown.append(name)
@@ -373,7 +375,7 @@ def _match(
     own = [canonical[name] for name in unknown]
     faults.append(
       f'tensor {show(own[0])} is not part of this architecture'
-      + rules.hint(unknown[0])
+      + hint(unknown[0])
       + show_more(own[1:])
     )
   if faults:

@@ -1,7 +1,6 @@
-"""Digests of what must not be mixed up: tokenizers and weights.
+"""Digests that distinguish tokenizers and weights of equal sizes.
 
-Widths do not tell two tokenizers or two trainings of one architecture apart;
-these do. Equal things have equal digests whatever file they come from.
+Equal tokenizers or weights have equal digests whatever file they come from.
 """
 
 import functools
@@ -18,17 +17,17 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import canonical_json, one_line, parse_json
 from pallas_kernels.quantized import QuantizedArray, dequantize
 
-# Elements of one matrix that are looked at; of a larger one, evenly spread.
+# The most elements of a matrix that are read, evenly spread in a larger one.
 SAMPLE = 1 << 18
-# Of a digest, what a message shows.
+# Characters of a digest in messages.
 SHOWN = 12
-# Of tokenizer.json, what decides about ids besides the model.
+# Parts of tokenizer.json that determine ids besides the model.
 _CUTTING = ('normalizer', 'pre_tokenizer')
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def short(digest: str) -> str:
-  """The beginning of a digest, as messages show it."""
+  """The beginning of a digest, for messages."""
   return digest[:SHOWN]
 
 
@@ -40,13 +39,13 @@ def sha256(value: Any) -> str:
 def tokenizer_digest(files: Mapping[str, bytes], where: str) -> str | None:
   """The digest of how a tokenizer turns text into ids; None: no tokenizer.
 
-  Independent of the spelling of the files: of spaces and the order of keys, of
-  merges as words or as pairs, of flags that are off or left out. How ids turn
-  into text, templates, padding and truncation are no part of it.
+  It does not depend on spaces, the order of keys, whether merges are strings or
+  pairs, or whether flags are off or absent. Decoding, templates, padding and
+  truncation are not included.
 
   Args:
     files: bytes by the names of `TOKENIZER_FILES`.
-    where: they are, for the message.
+    where: the folder or bundle of the files, for messages.
 
   Raises:
     UserError: a file that is no tokenizer.
@@ -75,21 +74,21 @@ def _json_content(raw: Any) -> dict[str, Any]:
   return {
     'model': model,
     'added_tokens': sorted(added, key=lambda token: token['id']),
-    **{key: _stated(raw.get(key)) for key in _CUTTING},
+    **{key: _without_nulls(raw.get(key)) for key in _CUTTING},
   }
 
 
-def _stated(value: Any) -> Any:
-  """A JSON value without what is null."""
+def _without_nulls(value: Any) -> Any:
+  """A JSON value without the keys whose value is null."""
   if isinstance(value, dict):
-    return {k: _stated(v) for k, v in value.items() if v is not None}
+    return {k: _without_nulls(v) for k, v in value.items() if v is not None}
   if isinstance(value, list):
-    return [_stated(item) for item in value]
+    return [_without_nulls(item) for item in value]
   return value
 
 
 def _tiktoken_content(files: Mapping[str, bytes]) -> dict[str, Any]:
-  """Ranks by token in base64, and the names of the ids after them."""
+  """Ranks by token in base64, and the names of special tokens."""
   lines = [line.split() for line in files['tiktoken.model'].splitlines()]
   ranks = {token.decode(): int(rank) for token, rank in filter(None, lines)}
   config = parse_json(files.get('tokenizer_config.json', b'{}'))
@@ -109,13 +108,13 @@ def _tiktoken_content(files: Mapping[str, bytes]) -> dict[str, Any]:
 def weights_digest(params: Any, *, rounded: bool = False) -> str:
   """The digest of all parameters: names, shapes, dtypes and values.
 
-  Every tensor takes part, every expert of a stack included: all values of a
-  small one and `SAMPLE` of a large one. Quick: read once on the device.
+  All values of a small matrix and `SAMPLE` of a large one are read, once, on
+  the device; every expert of a stack counts as a matrix.
 
   Args:
-    params: nested dict of arrays, of which some may be quantised.
-    rounded: of the values as bfloat16, quantised weights expanded, without
-      dtypes: the same for one checkpoint whatever it is loaded as.
+    params: nested dict of arrays, which may be quantised.
+    rounded: ignores dtypes and rounds dequantised values to bfloat16, so that
+      a checkpoint has one digest whatever dtype it is loaded in.
   """
   kind = QuantizedArray if rounded else ()
   leaves = jax.tree_util.tree_leaves_with_path(
@@ -135,22 +134,22 @@ def weights_digest(params: Any, *, rounded: bool = False) -> str:
 def _checksum(x: Any, rounded: bool) -> jax.Array:
   """`[2]` uint32 for a vector or matrix, `[E, 2]` for a stack of E."""
   if x.ndim > 2:
-    # One by one, as an expanded stack need not fit the memory.
+    # One by one, because a dequantised stack may not fit the memory.
     return lax.map(lambda one: _checksum(one, rounded), x)
   if rounded:
     x = dequantize(x, jnp.bfloat16).astype(jnp.bfloat16)
   flat = x.reshape(-1)
-  # Odd: in a matrix, not always the same columns.
+  # An odd step does not visit the same columns in every row.
   flat = flat[:: -(-flat.size // SAMPLE) | 1]
   bits = lax.bitcast_convert_type(flat, _UNSIGNED[flat.dtype.itemsize])
   bits = bits.astype(jnp.uint32)
   if rounded:
-    # Too small for a normal number: some devices make 0 of it.
+    # Some devices flush subnormal numbers to 0.
     bits = jnp.where(bits & 0x7F80 != 0, bits, 0)
   place = lax.iota(jnp.uint32, flat.size)
   odd = place * np.uint32(0x9E3779B2) + np.uint32(1)
   mixed = (odd ^ (odd >> 15)) * np.uint32(0x85EBCA6B)
-  # Sums of integers: the order is no matter. The first one tells every change
-  # of one value, both together all but one of billions of others.
+  # Integer sums do not depend on the order. The first changes with any single
+  # value; other changes leave both unchanged with a chance of 2^-32 or less.
   weights = jnp.stack([odd, mixed ^ (mixed >> 13)])
   return jnp.sum(bits[None] * weights, axis=1, dtype=jnp.uint32)

@@ -7,10 +7,7 @@ from typing import Any
 from kdtree_jax.config import SLIDING, DrafterConfig
 from kdtree_jax.drafters.dflash import default_target_layer_ids
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.checkpoint_config import (
-  HOUSEKEEPING,
-  read_rope,
-)
+from kdtree_jax.io.checkpoint_config import HOUSEKEEPING, read_rope
 from kdtree_jax.io.fields import REQUIRED, Fields, is_inert
 from kdtree_jax.io.files import show
 from kdtree_jax.io.tensors import CheckpointError
@@ -23,7 +20,7 @@ _IGNORED = HOUSEKEEPING | {
   'eos_token_id',
 }
 _IGNORED_IN_SPECULATORS = HOUSEKEEPING | {
-  # Of which target and with how many tokens it was trained.
+  # The target, and the number of tokens it was trained with.
   'speculators_config',
   'speculators_version',
   'speculators_model_type',
@@ -35,7 +32,7 @@ _SIZES = (
 
 
 def is_drafter(raw: Mapping[str, Any]) -> bool:
-  """Whether a config.json describes a drafter of the DFlash kind."""
+  """Whether a config.json describes a DFlash drafter."""
   names = raw.get('architectures')
   named = isinstance(names, list) and any('DFlash' in str(n) for n in names)
   kind = raw.get('speculators_model_type')
@@ -48,16 +45,16 @@ def drafter_config(
   """Translates the config.json of a DFlash drafter.
 
   Args:
-    raw: the parsed object. In z-lab's layout the drafter's own keys may lie
-      at the top or in `dflash_config`; in speculators' the transformer's lie
-      in `transformer_layer_config`.
+    raw: the parsed object. In z-lab's layout the drafter's own keys may be at
+      the top or in `dflash_config`; in speculators' layout those of the
+      transformer are in `transformer_layer_config`.
     source_name: the file's name for messages.
-    target_layers: layers of the target, which speculators' configs do not
-      tell; None: as few as the taps allow.
+    target_layers: number of layers of the target, which speculators' configs
+      do not state; None: the fewest that the taps allow.
 
   Raises:
-    CheckpointError: another architecture, a variant of DFlash that this
-      engine does not have, or a key that is ill-typed, missing or unknown.
+    CheckpointError: another architecture, an unsupported variant of DFlash, or
+      a key that is ill-typed, missing or unknown.
   """
   kind = Fields(raw, source_name).get('speculators_model_type')
   if kind is None:
@@ -74,10 +71,14 @@ def drafter_config(
 def with_attention_factor(
   config: DrafterConfig, factor: float | None
 ) -> DrafterConfig:
-  """Replaces YaRN's amplitude, about which engines disagree.
+  """A config with another amplitude of YaRN, about which engines disagree.
+
+  Args:
+    config: the drafter's architecture.
+    factor: the amplitude; None leaves the config as it is.
 
   Raises:
-    UserError: not positive, or the drafter has no YaRN.
+    UserError: `factor` is not positive, or the drafter has no YaRN.
   """
   if factor is None:
     return config
@@ -94,7 +95,7 @@ def with_attention_factor(
 def _zlab(raw: Any, where: str) -> dict[str, Any]:
   fields = Fields(_merge_dflash(raw, where), where)
   _check_architecture(fields, ZLAB)
-  # Factors of variants, harmless while they are 1.
+  # Factors that only variants use; 1 has no effect.
   fields.fixed('output_multiplier', 1)
   fields.fixed('attention_value_scale', 1)
   arguments = _transformer(fields, where)
@@ -117,7 +118,7 @@ def _zlab(raw: Any, where: str) -> dict[str, Any]:
 
 
 def _merge_dflash(raw: Any, where: str) -> dict[str, Any]:
-  """Both levels as one object; a key in both must have one value."""
+  """The keys of both levels; a key in both must have the same value."""
   fields = Fields(raw, where)
   nested = fields.get('dflash_config', {})
   Fields(nested, f'{where}: dflash_config')
@@ -147,8 +148,8 @@ def _speculators(
   inner = Fields(fields.get('transformer_layer_config', REQUIRED), inner_where)
   arguments = _transformer(inner, inner_where)
   inner.finish(_IGNORED)
-  # One more than the layer whose output it is. A last id that says the end of
-  # the target was for training.
+  # An id is one more than the layer whose output it means. A last id that means
+  # the target's final output was used for training only.
   ids = fields.tuple_of(int, 'aux_hidden_state_layer_ids')
   stated = fields.integer('num_target_layers', target_layers, least=1)
   stated = stated if stated is not None else max(ids, default=1)
@@ -181,7 +182,7 @@ def _check_architecture(fields: Fields, supported: str) -> None:
 
 
 def _transformer(fields: Fields, where: str) -> dict[str, Any]:
-  """The keys of Qwen3."""
+  """The keys of the transformer, which is Qwen3's."""
   settings = fields.get('quantization_config')
   if settings is not None and not is_inert(settings):
     raise fields.error(
@@ -207,7 +208,7 @@ def _transformer(fields: Fields, where: str) -> dict[str, Any]:
 def _sliding(fields: Fields, layers: int) -> dict[str, Any]:
   """`layer_types`, stated or by Qwen3's rule, and the window.
 
-  Without `use_sliding_window` a window is a number that nobody uses.
+  Without `use_sliding_window` the window has no effect.
   """
   used = fields.boolean('use_sliding_window', None)
   window = fields.integer('sliding_window', None, least=1)
@@ -228,12 +229,12 @@ def _sliding(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _causal(fields: Fields) -> bool | None:
-  """What the config says outright about causality inside the block."""
+  """Whether attention inside the block is causal; None: not stated."""
   stated = {
     key: fields.boolean(key, None)
     for key in ('is_causal', 'causal', 'causal_head')
   }
-  # A JetSpec head that is not one says nothing.
+  # A JetSpec head that is off states nothing.
   stated['causal_head'] = stated['causal_head'] or None
   values = {value for value in stated.values() if value is not None}
   if len(values) > 1:
@@ -242,7 +243,7 @@ def _causal(fields: Fields) -> bool | None:
 
 
 def _swa(fields: Fields, arguments: dict[str, Any]) -> dict[str, Any]:
-  """The drafter's own switch: every layer slides and the block stays whole."""
+  """The drafter's own switch for a window in every layer, not in the block."""
   if not fields.boolean('use_swa', False):
     fields.get('swa_window_size')
     return {}

@@ -1,25 +1,21 @@
-"""Configs in the words of Hugging Face, and folders that transformers opens."""
+"""Bundles as checkpoint folders in the Hugging Face layout."""
 
 import contextlib
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
 
-from kdtree_jax.config import (
-  SLIDING,
-  DrafterConfig,
-  ModelConfig,
-  RopeScaling,
-)
+from kdtree_jax.config import SLIDING, DrafterConfig, ModelConfig, RopeScaling
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.checkpoint_config import model_config
 from kdtree_jax.io.drafter_config import ZLAB, drafter_config
 from kdtree_jax.io.files import (
+  StrPath,
   canonical_json,
   file_kind,
   one_line,
@@ -37,7 +33,7 @@ from kdtree_jax.io.tensors import (
   write_safetensors,
 )
 
-# Beside the checkpoint proper: what a bundle knows and transformers does not.
+# A file that only this project reads: golden answers, name and recipe.
 EXTRA_FILE, EXTRA_KEY = 'golden.safetensors', 'kdtr_bundle'
 DRAFTER_FOLDER = 'dflash'
 SHARD_BYTES = 5 * 10**9
@@ -65,11 +61,11 @@ _SAME_IN_DRAFTER = (
 
 
 def target_json(config: ModelConfig, dtype: str = 'F32') -> dict[str, Any]:
-  """A config.json that means `config`.
+  """The config.json of a target.
 
   Args:
-    config: of the target.
-    dtype: of most weights, as safetensors spells it.
+    config: the target's architecture.
+    dtype: dtype of most weights, as safetensors spells it.
 
   Raises:
     UserError: no model type of Hugging Face has this architecture.
@@ -91,17 +87,17 @@ def target_json(config: ModelConfig, dtype: str = 'F32') -> dict[str, Any]:
   if config.mlp_layer_types is not None:
     raw['mlp_layer_types'] = list(config.mlp_layer_types)
   if config.latent_norm_eps != 1e-6:
-    # transformers has 1e-6 in its code and would compute something else.
+    # transformers always uses 1e-6 and would compute something else.
     raw['latent_norm_eps'] = config.latent_norm_eps
   _check_same('target', config, model_config(raw, 'config.json'))
   return raw
 
 
 def drafter_json(config: DrafterConfig, dtype: str = 'F32') -> dict[str, Any]:
-  """A config.json in z-lab's layout that means `config`.
+  """The config.json of a drafter, in z-lab's layout.
 
   Raises:
-    UserError: a drafter with embedding or head of its own.
+    UserError: the drafter has its own embedding or head.
   """
   raw = {name: getattr(config, name) for name in _SAME_IN_DRAFTER}
   raw |= _rope_json(config.rope_theta, config.rope_scaling)
@@ -135,32 +131,32 @@ def _rope_json(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def _check_same(what: str, wanted: Any, got: Any) -> None:
-  """What is written must mean what is there."""
+  """Refuses a config that would come back different from its config.json."""
   for name in wanted.__dataclass_fields__:
     ours, theirs = getattr(wanted, name), getattr(got, name)
     if ours != theirs:
       raise UserError(
-        f'{what}: {name}={ours!r} cannot be said in a config.json, where it '
+        f'{what}: {name}={ours!r} cannot be stated in a config.json, where it '
         f'would be {theirs!r}'
       )
 
 
 def write_checkpoint(
-  folder: os.PathLike | str, bundle: Bundle, shard_bytes: int = SHARD_BYTES
+  folder: StrPath, bundle: Bundle, shard_bytes: int = SHARD_BYTES
 ) -> None:
   """Writes a bundle as a folder in the Hugging Face layout.
 
-  The drafter goes to `dflash/`, or is the folder if there is no target; golden
-  answers, name and recipe go to a file that only this project reads, so that
-  nothing is lost on the way back.
+  The drafter goes to `dflash/`, or into the folder itself if there is no
+  target. An extra file keeps golden answers, name and recipe.
 
   Args:
-    folder: must not exist, or be empty; appears whole or not at all.
-    bundle: what to write.
-    shard_bytes: a new shard begins where one would become larger.
+    folder: must not exist, or be empty; it appears whole or not at all.
+    bundle: the contents.
+    shard_bytes: the most bytes of a shard, unless one tensor is larger.
 
   Raises:
-    UserError: it exists, cannot be written, or the architecture has no name.
+    UserError: the folder exists or cannot be written, or no model type of
+      Hugging Face has the architecture.
   """
   folder = pathlib.Path(folder)
   check_new_folder(folder)
@@ -180,11 +176,11 @@ def write_checkpoint(
     write_safetensors(temporary / EXTRA_FILE, bundle.golden, {EXTRA_KEY: extra})
 
 
-def check_new_folder(folder: os.PathLike | str) -> None:
-  """Refuses a path where something is, unless it is an empty folder.
+def check_new_folder(folder: StrPath) -> None:
+  """Refuses a path that exists, unless it is an empty folder.
 
   Raises:
-    UserError: something is there, or cannot be looked at.
+    UserError: it exists, or cannot be accessed.
   """
   kind = file_kind(folder)
   try:
@@ -196,9 +192,9 @@ def check_new_folder(folder: os.PathLike | str) -> None:
 
 
 @contextlib.contextmanager
-def _whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A folder under another name that takes its own when it is complete."""
-  # `.`, `..` and links have names of their own only from the root.
+def _whole_folder(folder: pathlib.Path) -> Generator[pathlib.Path]:
+  """A temporary folder that is renamed to `folder` when it is complete."""
+  # Only absolute paths give `.`, `..` and links a name.
   whole = pathlib.Path(os.path.realpath(folder))
   if not whole.name:
     raise UserError(f'{folder}: exists; convert writes to a new folder')
@@ -223,7 +219,7 @@ def _whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _main_dtype(tensors: Mapping[str, np.ndarray]) -> str:
-  """The dtype of the most bytes."""
+  """The dtype of most bytes."""
   sizes: dict[str, int] = {}
   for value in tensors.values():
     name = dtype_name(value.dtype)
@@ -249,7 +245,7 @@ def _write_model(
       size = 0
     shards[-1][name] = value
     size += value.nbytes
-  # transformers asks for this word.
+  # transformers requires this key.
   metadata = {'format': 'pt'}
   if len(shards) == 1:
     write_safetensors(folder / SINGLE_FILE, shards[0], metadata)
@@ -267,15 +263,16 @@ def _write_model(
 def read_extra(
   folder: pathlib.Path, default_name: str
 ) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
-  """Name, recipe and golden answers of a folder that `convert` wrote.
+  """Name, recipe and golden answers of a folder, from its extra file.
+
+  Without that file: the default name, and no answers.
 
   Raises:
-    UserError: the file is there but broken.
+    UserError: the file is broken.
   """
   path = folder / EXTRA_FILE
   if file_kind(path) is None:
     return default_name, {'converted_from': default_name}, {}
-  # Its dtypes are those of other files here, and so are its errors.
   source = SafetensorsSource(path)
   try:
     extra = parse_json(source.metadata().get(EXTRA_KEY, ''))

@@ -1,4 +1,4 @@
-"""Typed, strict access to the keys of a foreign JSON object."""
+"""Strict, typed access to the keys of a foreign JSON object."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,15 +11,15 @@ REQUIRED = object()
 
 
 def is_inert(value: Any) -> bool:
-  """Whether a switch with this value is off, whatever it would do."""
+  """Whether a switch of any meaning is off with this value."""
   return value is None or value is False or value in (0, '', [], {})
 
 
 class Fields:
-  """Typed access to a JSON object that remembers which keys were asked for.
+  """Typed access to a JSON object that remembers which keys were read.
 
-  An absent key and null are the same. Every failure is a CheckpointError that
-  names the file and the key.
+  An absent key equals null. Every failure is a CheckpointError that names the
+  file and the key.
   """
 
   def __init__(self, raw: Any, where: str):
@@ -81,11 +81,11 @@ class Fields:
     return self._typed(key, default, tuple[kind, ...])
 
   def fixed(self, key: str, supported: Any) -> None:
-    """Checks a key that may be absent or have the one supported value."""
+    """Refuses a key that is present with another than the supported value."""
     value = self.get(key)
     if value is None:
       return
-    # True == 1, but JSON knows better.
+    # In Python True == 1, in JSON it is not.
     same = isinstance(value, bool) == isinstance(supported, bool)
     if not same or value != supported:
       raise self.error(
@@ -93,7 +93,7 @@ class Fields:
       )
 
   def finish(self, ignored: frozenset[str] | set[str] = frozenset()) -> None:
-    """Raises for a key that was not used, not ignored and not off."""
+    """Raises for a key that was not read, is not ignored and not off."""
     for key, value in self._raw.items():
       if key in self._used or key in ignored or is_inert(value):
         continue

@@ -1,4 +1,4 @@
-"""What every format here needs: strict JSON in, atomic files out."""
+"""Paths, strict JSON and atomic writes, as every format here needs them."""
 
 import contextlib
 import json
@@ -8,18 +8,19 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Buffer, Iterable, Iterator, Sequence
+from collections.abc import Buffer, Generator, Iterable, Sequence
 from typing import Any, Literal
 
 from kdtree_jax.errors import UserError, show
 
+type StrPath = str | os.PathLike[str]
+
 
 def show_more(names: Sequence[str]) -> str:
-  """The rest of a list of foreign names, in brackets; empty if there is none.
+  """The rest of a list of foreign names, in brackets; '' if it is empty.
 
   Args:
-    names: those after the first, which the message has already. Three are
-      spelled out, the others are counted.
+    names: those after the first. Three are shown, the others are counted.
   """
   if not names:
     return ''
@@ -28,23 +29,23 @@ def show_more(names: Sequence[str]) -> str:
   return f' (and {len(names)} more: {some}{dots})'
 
 
-def one_line(error: Exception | str) -> str:
-  """A message without line breaks or what cannot be printed."""
+def one_line(error: BaseException | str) -> str:
+  """A message on one line of printable ASCII."""
   text = ' '.join(str(error).split())
   return text.encode('ascii', 'backslashreplace').decode()
 
 
 def file_kind(
-  path: os.PathLike | str,
+  path: StrPath,
 ) -> Literal['file', 'folder', 'special'] | None:
-  """What a path leads to, links followed; None: nothing is there.
+  """The kind of what a path leads to, links followed; None: nothing is there.
 
-  A device, a pipe or a socket is `special`. `Path.exists` and its like raise
-  on what cannot be looked at, or call it missing.
+  A device, a pipe or a socket is `special`. Unlike `Path.exists`, this tells
+  what is missing from what cannot be accessed.
 
   Raises:
-    UserError: a folder on the way may not be entered, or the path is none:
-      too long, links in a circle, a null byte.
+    UserError: a folder of the path may not be entered, or the path is invalid:
+      too long, a circle of links, a null byte.
   """
   try:
     mode = os.stat(path).st_mode
@@ -57,23 +58,23 @@ def file_kind(
   return 'folder' if stat.S_ISDIR(mode) else 'special'
 
 
-def show_path(path: os.PathLike | str) -> str:
-  """A path for a message: as it is, or escaped if it cannot be printed."""
+def show_path(path: StrPath) -> str:
+  """A path for a message, escaped if it is not printable."""
   text = os.fspath(path)
   return text if text.isprintable() else ascii(text)
 
 
 def reason(error: Exception) -> str:
-  """What went wrong, in the words of the system if it has some."""
+  """The system's message of an error, or else the error's own."""
   return one_line(getattr(error, 'strerror', None) or error)
 
 
 def parse_json(text: str | bytes) -> Any:
-  """JSON without the liberties that Python's parser takes.
+  """A parsed JSON text, without the extensions of Python's parser.
 
   Raises:
     ValueError: not JSON, a key twice in one object, NaN or Infinity, or
-      nested too deeply to be a configuration.
+      nested too deeply.
   """
 
   def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -94,10 +95,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def canonical_json(value: Any) -> str:
-  """The one spelling of a JSON value: sorted keys, no spaces, ASCII.
+  """A JSON value as text with sorted keys, without spaces, in ASCII.
 
   Raises:
-    ValueError, TypeError: the value has no place in JSON.
+    ValueError, TypeError: the value is not JSON.
   """
   return json.dumps(
     value, sort_keys=True, separators=(',', ':'), allow_nan=False
@@ -106,19 +107,18 @@ def canonical_json(value: Any) -> str:
 
 @contextlib.contextmanager
 def replacing(
-  path: os.PathLike | str, error: type[UserError] = UserError
-) -> Iterator[pathlib.Path]:
-  """An empty file to be written, whose bytes then become those of `path`.
+  path: StrPath, error: type[UserError] = UserError
+) -> Generator[pathlib.Path]:
+  """A context that gives an empty file, which then replaces `path` atomically.
 
-  It lies in the same folder (a rename across file systems is not atomic),
-  reaches the disk, and only then takes the name; after an exception no trace is
-  left. A reader that has the old file mapped keeps the old bytes. A link stays:
-  what it leads to is replaced. A device or a pipe has no old bytes and is
-  written into, and the file lies elsewhere.
+  The file lies in the same folder (a rename across file systems is not atomic)
+  and is on the disk before it is renamed; after an exception it is removed. A
+  reader that has mapped the old file keeps the old bytes. A link stays: what it
+  leads to is replaced. To a device or a pipe the bytes are copied.
 
   Args:
     path: the file to create or replace.
-    error: what to raise if the file system refuses.
+    error: the type to raise if the file system refuses.
   """
   path = pathlib.Path(path)
   if not path.name:
@@ -136,7 +136,7 @@ def replacing(
 
 
 @contextlib.contextmanager
-def _written_into(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def _written_into(path: pathlib.Path) -> Generator[pathlib.Path]:
   with tempfile.TemporaryDirectory() as folder:
     temporary = pathlib.Path(folder, 'file')
     temporary.touch()
@@ -146,7 +146,7 @@ def _written_into(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def _replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def _replaced(path: pathlib.Path) -> Generator[pathlib.Path]:
   path = pathlib.Path(os.path.realpath(path))
   temporary = temporary_beside(path)
   try:
@@ -162,19 +162,19 @@ def _replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
   sync_folder(path.parent)
 
 
-def write_atomically(path: os.PathLike | str, chunks: Iterable[Buffer]) -> None:
-  """Writes a whole file or leaves what was there untouched; see `replacing`."""
+def write_atomically(path: StrPath, chunks: Iterable[Buffer]) -> None:
+  """Writes a whole file, or leaves the old one untouched; see `replacing`."""
   with replacing(path) as temporary, open(temporary, 'wb') as file:
     file.writelines(chunks)
 
 
 def temporary_beside(path: pathlib.Path) -> pathlib.Path:
-  """A free name in the same folder, however long that of `path` is."""
+  """An unused path in the folder of `path`, with a name of bounded length."""
   return path.with_name(f'.{path.name[:32]}.{secrets.token_hex(8)}.tmp')
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-  """Makes names in a folder durable, where the system can open a folder."""
+  """Makes renames in a folder durable, where a folder can be opened."""
   with contextlib.suppress(OSError):
     handle = os.open(folder, os.O_RDONLY)
     try:

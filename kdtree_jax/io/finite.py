@@ -1,12 +1,12 @@
-"""Weights that are no numbers are refused, in one look at each of them."""
+"""Fast checks that weights hold neither NaN nor infinity."""
 
 import numpy as np
 
 from kdtree_jax.io.files import show
 from kdtree_jax.io.tensors import CheckpointError
 
-# The bit pattern of infinity, that of NaN in a float8 that has no infinity:
-# from here on, patterns of positive values are not finite.
+# The smallest bit pattern of a positive value that is not finite: infinity, or
+# NaN in a float8 without infinity.
 _FIRST = {
   'float32': 0x7F800000,
   'float16': 0x7C00,
@@ -18,18 +18,18 @@ _FIRST = {
 def all_finite(values: np.ndarray, factor: int = 1) -> bool:
   """Whether all values, and their products with a factor, are finite.
 
-  Copies nothing. Bit patterns are ordered as integers: as signed ones by the
-  positive values, as unsigned ones by the negative values.
+  Copies nothing. As signed integers, bit patterns are ordered as the positive
+  values are; as unsigned ones, the largest pattern is of a negative value.
 
   Args:
-    values: of any shape, in a dtype that weights are stored in.
-    factor: the largest number that they will be multiplied by.
+    values: array of any shape, in a dtype of stored weights.
+    factor: the largest magnitude that they will be multiplied by.
   """
   dtype, size = values.dtype, values.dtype.itemsize
   first = _FIRST[dtype.name]
   if factor > 1:
     largest = float(np.array(first - 1, f'u{size}').view(dtype)) / factor
-    # The largest value that would do is itself taken for too large.
+    # The largest allowed value itself is refused too.
     first = int(np.array(largest, dtype).view(f'u{size}'))
   signed = values.view(f'i{size}').max(initial=0)
   unsigned = values.view(f'u{size}').max(initial=0)
@@ -37,7 +37,7 @@ def all_finite(values: np.ndarray, factor: int = 1) -> bool:
 
 
 def check_finite(name: str, values: np.ndarray, factor: int = 1) -> None:
-  """Refuses what would make NaN of other weights or of hidden states.
+  """Refuses a tensor that holds, or whose products hold, NaN or infinity.
 
   Raises:
     CheckpointError: names the tensor.

@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from kdtree_jax.io.chat_contents import HiddenNames
+from kdtree_jax.io.chat_template import SpecialTokenEscapes
 from kdtree_jax.io.files import one_line, show
 from kdtree_jax.io.tokenizer_files import (
   CONFIG_FILE,
@@ -27,38 +27,37 @@ class JsonBackend:
   """The tokenizer of `tokenizer.json`.
 
   Attributes:
-    controls: ids by name of the added tokens that a user's text must not
-      become: all but blanks and words.
-    first_ids: what its post-processor puts before a text.
+    special_tokens: ids by name of the added tokens that text of a message
+      must not become: all but whitespace and words.
+    first_ids: ids that its post-processor puts before a text.
   """
 
   def __init__(self, files: TokenizerFiles, config: Mapping[str, Any]):
     where = files.where(JSON_FILE)
     try:
       self._tokenizer = tokenizers.Tokenizer.from_buffer(files.data[JSON_FILE])
-    except Exception as e:  # the library raises nothing more special
+    except Exception as e:  # The library raises no narrower type.
       raise TokenizerError(f'{where}: no tokenizer: {one_line(e)}') from e
-    # A prompt is neither padded nor cut, whatever training did.
+    # A prompt is neither padded nor cut, whatever the file asks for.
     self._tokenizer.no_padding()
     self._tokenizer.no_truncation()
     config_file = files.where(CONFIG_FILE)
     self._add(added_tokens(config, config_file), config_file)
-    self.controls = {
+    self.special_tokens = {
       token.content: number
       for number, token in self._tokenizer.get_added_tokens_decoder().items()
-      if _is_control(token)
+      if _is_special(token)
     }
     self.first_ids = self._first_ids(where)
-    decoder = self._tokenizer.decoder
-    steps = _steps(decoder, 'decoders')
+    steps = _steps(self._tokenizer.decoder, 'decoders')
     kinds = {step['type'] for step in steps}
     self._byte_level = 'ByteLevel' in kinds
     self._byte_tokens = 'ByteFallback' in kinds
 
   def _add(self, added: Mapping[int, Mapping[str, Any]], where: str) -> None:
-    """Adds what stands in tokenizer_config.json only; compares the rest."""
-    there = self._tokenizer.get_added_tokens_decoder().values()
-    known = {token.content for token in there}
+    """Adds tokens that only tokenizer_config.json has; checks the others."""
+    present = self._tokenizer.get_added_tokens_decoder().values()
+    known = {token.content for token in present}
     missing = [
       _added_token(entry)
       for entry in added.values()
@@ -78,13 +77,13 @@ class JsonBackend:
         )
 
   def _first_ids(self, where: str) -> tuple[int, ...]:
-    """Ids of what the post-processor puts before a text.
+    """Ids that the post-processor puts before a text.
 
-    What it puts after one is no part of a prompt, which goes on.
+    Those after the text are left out, because a prompt is continued.
     """
     first: list[tuple[str, int]] = []
     for step in _steps(self._tokenizer.post_processor, 'processors'):
-      if 'cls' in step:  # as BERT and RoBERTa have it
+      if 'cls' in step:  # post-processors of BERT and RoBERTa
         first.append(tuple(step['cls']))
       for item in step.get('single', ()):
         if 'SpecialToken' not in item:
@@ -105,21 +104,24 @@ class JsonBackend:
   def encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-  def encode_hidden(self, text: str) -> list[int]:
-    text = self.hidden.swapped(text)
+  def encode_escaped(self, text: str) -> list[int]:
+    """Ids of a text in which placeholders stand for ordinary text."""
+    text = self.escapes.swap(text)
     return self._renamed.encode(text, add_special_tokens=False).ids
 
   @functools.cached_property
-  def hidden(self) -> HiddenNames:
-    return HiddenNames(self.controls)
+  def escapes(self) -> SpecialTokenEscapes:
+    return SpecialTokenEscapes(self.special_tokens)
 
   @functools.cached_property
   def _renamed(self) -> tokenizers.Tokenizer:
-    """The same tokenizer, in which placeholders are the control tokens.
+    """The tokenizer with its special tokens named by their placeholders.
 
-    So what spells out a name is text, in the vocabulary too.
+    The former names are ordinary text to it, in the vocabulary too.
     """
-    names = {name: self.hidden.placeholder(name) for name in self.controls}
+    names = {
+      name: self.escapes.placeholder(name) for name in self.special_tokens
+    }
     raw = json.loads(self._tokenizer.to_str())
     for entry in raw['added_tokens']:
       entry['content'] = names.get(entry['content'], entry['content'])
@@ -137,13 +139,13 @@ class JsonBackend:
     known = [token for token in ids if 0 <= token <= _MAX_ID]
     text = self._tokenizer.decode(known, skip_special_tokens=False)
     if self._byte_tokens and '\ufffd' in text:
-      # The library gives up a whole run of bytes for one that is broken.
+      # The library replaces a whole run of bytes if one of them is invalid.
       pieces = map(self.piece, [None, *known], known)
       text = b''.join(p or b'' for p in pieces).decode('utf-8', 'replace')
     return text
 
   def piece(self, before: int | None, token: int) -> bytes | None:
-    """Bytes of a token after another one, None if it is unknown."""
+    """Bytes of a token that follows another one; None if it is unknown."""
     if not 0 <= token <= _MAX_ID:
       return None
     name = self._tokenizer.id_to_token(token)
@@ -157,15 +159,15 @@ class JsonBackend:
     decode = functools.partial(
       self._tokenizer.decode, skip_special_tokens=False
     )
-    if byte is not None:  # A blank at the beginning may be dropped.
+    if byte is not None:  # A leading space may be dropped.
       text = decode([token])
       return bytes([int(byte[1], 16)]) if text == '\ufffd' else text.encode()
     first = [] if before is None else [before]
     return decode([*first, token])[len(decode(first)) :].encode()
 
 
-def _is_control(token: tokenizers.AddedToken) -> bool:
-  """Whether an added token is more than a blank or a word of its text."""
+def _is_special(token: tokenizers.AddedToken) -> bool:
+  """Whether an added token is neither whitespace, a word nor a byte."""
   text = token.content.strip()
   if not text or token.single_word or _BYTE.fullmatch(text):
     return False
@@ -182,7 +184,7 @@ def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
 
 
 def _steps(part: Any, key: str) -> list[dict[str, Any]]:
-  """A decoder or post-processor as the list of what it does in turn."""
+  """The steps of a decoder or post-processor, which may be a sequence."""
   if part is None:
     return []
   raw = json.loads(part.__getstate__())
@@ -190,9 +192,9 @@ def _steps(part: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _byte_letters() -> dict[str, int]:
-  """The letters that byte-level BPE writes for bytes (GPT-2).
+  """The characters that stand for bytes in byte-level BPE (GPT-2).
 
-  Printable bytes of Latin-1 stand for themselves, the others for what comes
+  Printable bytes of Latin-1 stand for themselves, the others for the characters
   after U+00FF, in order.
   """
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -206,5 +208,7 @@ _LETTERS = _byte_letters()
 
 def _level_bytes(name: str) -> bytes:
   """Bytes of a token of byte-level BPE; an added one may be plain text."""
-  found = [_LETTERS.get(letter) for letter in name]
-  return name.encode() if None in found else bytes(found)
+  try:
+    return bytes(_LETTERS[letter] for letter in name)
+  except KeyError:
+    return name.encode()

@@ -1,22 +1,20 @@
-"""KDTR bundles: a target, perhaps its drafter, and answers, in one file.
+"""KDTR bundles: a target, its drafter and golden answers in one file.
 
-A bundle is a safetensors file, so that every tool for those opens it. Tensors
-are `target/<name>` and `drafter/<name>`, named as in Hugging Face checkpoints
-with experts one by one, `golden/<name>`, and the bytes of the tokenizer's
-files as `tokenizer/<file>`. One metadata key, `kdtr`, holds the manifest:
-configs, recipe, and a digest of every tensor and of itself. A bundle without a
-target holds a drafter alone.
+A bundle is a safetensors file. Tensors are `target/<name>` and
+`drafter/<name>`, named as in Hugging Face checkpoints with experts one by one,
+`golden/<name>`, and the bytes of the tokenizer's files as `tokenizer/<file>`.
+One metadata key, `kdtr`, holds the manifest: configs, recipe, and a digest of
+every tensor and of itself. A bundle without a target holds a drafter alone.
 
 A reader compares every tensor with its entry in the manifest and the manifest
-with its own digest: a damaged or edited file either holds the same contents or
-is refused. Neither side holds the data twice.
+with its own digest, so that a damaged or edited file is refused. Neither writer
+nor reader copies the data.
 """
 
 import contextlib
 import dataclasses
 import hashlib
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from kdtree_jax.io.bundle import (
 )
 from kdtree_jax.io.digests import sha256
 from kdtree_jax.io.files import (
+  StrPath,
   canonical_json,
   file_kind,
   one_line,
@@ -56,35 +55,35 @@ class Manifest:
   """The keys of a manifest.
 
   Attributes:
-    version: of the format.
-    name: of the bundle.
-    config: of the target.
-    drafter_config: of the drafter.
-    recipe: of the bundle.
+    version: version of the format.
+    name: the bundle's name.
+    config: the target's config.
+    drafter_config: the drafter's config.
+    recipe: how the bundle was made.
     tensors: dtype, shape and SHA-256 of the bytes of every tensor, by name.
-    sha256: of the JSON of all other keys.
+    sha256: SHA-256 of the JSON of all other keys.
   """
 
   version: int
   name: str
-  config: dict | None
-  drafter_config: dict | None
-  recipe: dict
-  tensors: dict
+  config: dict[str, Any] | None
+  drafter_config: dict[str, Any] | None
+  recipe: dict[str, Any]
+  tensors: dict[str, Any]
   sha256: str
 
   def __post_init__(self):
     check_types(self)
 
 
-def write_bundle(path: os.PathLike | str, bundle: Bundle) -> None:
-  """Writes a bundle, atomically; equal bundles give equal bytes.
+def write_bundle(path: StrPath, bundle: Bundle) -> None:
+  """Writes a bundle atomically; equal bundles give equal bytes.
 
   Raises:
     BundleError: the contents do not fit the configs, or the file cannot be
-      written; what was there before stays.
+      written; an old file is then kept.
   """
-  with _naming(path):
+  with _naming_file(path):
     tensors = _flatten(bundle)
     check_contents(bundle)
     metadata = {METADATA_KEY: _manifest(bundle, tensors)}
@@ -92,14 +91,14 @@ def write_bundle(path: os.PathLike | str, bundle: Bundle) -> None:
       write_safetensors(temporary, tensors, metadata)
 
 
-def read_bundle(path: os.PathLike | str) -> Bundle:
+def read_bundle(path: StrPath) -> Bundle:
   """Reads a bundle and checks all of it.
 
   Raises:
-    BundleError: not a bundle, damaged, of another version, or at odds with
-      its own configs.
+    BundleError: the file is no bundle, is damaged, of another version, or its
+      contents do not fit its configs.
   """
-  with _naming(path):
+  with _naming_file(path):
     source, manifest = _open(path)
     config = drafter_config = None
     if manifest.config is not None:
@@ -128,14 +127,14 @@ def read_bundle(path: os.PathLike | str) -> Bundle:
     return bundle
 
 
-def read_tokenizer(path: os.PathLike | str) -> dict[str, bytes]:
-  """The tokenizer's files of a bundle, if any, and nothing else of it.
+def read_tokenizer(path: StrPath) -> dict[str, bytes]:
+  """The tokenizer's files of a bundle; nothing else of it is read.
 
   Raises:
-    BundleError: not a bundle, or what was read is damaged.
+    BundleError: the file is no bundle, or its tokenizer is damaged.
   """
   prefix = 'tokenizer/'
-  with _naming(path):
+  with _naming_file(path):
     source, manifest = _open(path)
     names = [name for name in source.names() if name.startswith(prefix)]
     tensors = _verified(source, manifest, names)
@@ -148,8 +147,8 @@ def _files(tensors: Mapping[str, np.ndarray]) -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def _naming(path: os.PathLike | str) -> Iterator[None]:
-  """Errors in one line that names the file."""
+def _naming_file(path: StrPath) -> Generator[None]:
+  """Turns errors into one line that names the file."""
   try:
     yield
   except UserError as e:
@@ -158,8 +157,8 @@ def _naming(path: os.PathLike | str) -> Iterator[None]:
     raise BundleError(named) from e
 
 
-def _open(path: os.PathLike | str) -> tuple[SafetensorsSource, Manifest]:
-  """The file and its manifest, which name the same tensors."""
+def _open(path: StrPath) -> tuple[SafetensorsSource, Manifest]:
+  """Opens a file and its manifest, which must list the same tensors."""
   if file_kind(path) == 'folder':
     raise BundleError('is a folder, not a bundle')
   source = SafetensorsSource(path)
@@ -179,7 +178,7 @@ def _open(path: os.PathLike | str) -> tuple[SafetensorsSource, Manifest]:
 def _verified(
   source: SafetensorsSource, manifest: Manifest, names: Iterable[str]
 ) -> dict[str, np.ndarray]:
-  """Tensors that are what the manifest says of them."""
+  """Reads tensors and compares them with the manifest."""
   tensors = {name: source.read(name) for name in names}
   for name, value in tensors.items():
     found = _entry(value) | {'dtype': source.dtype(name)}
@@ -192,7 +191,7 @@ def _verified(
 
 
 def _flatten(bundle: Bundle) -> dict[str, np.ndarray]:
-  """All tensors under their names in the file, contiguous."""
+  """All tensors by their names in the file, contiguous."""
   for weights, config in (('drafter', 'drafter_config'), ('target', 'config')):
     if (getattr(bundle, weights) is None) != (getattr(bundle, config) is None):
       raise BundleError(f'{weights} and {config} go together')
@@ -206,7 +205,7 @@ def _flatten(bundle: Bundle) -> dict[str, np.ndarray]:
 
 
 def _entry(value: np.ndarray) -> dict[str, Any]:
-  """The manifest's entry for a contiguous tensor, which is not copied."""
+  """The manifest's entry for a contiguous tensor."""
   return {
     'dtype': dtype_name(value.dtype),
     'shape': list(value.shape),
@@ -226,34 +225,34 @@ def _manifest(bundle: Bundle, tensors: Mapping[str, np.ndarray]) -> str:
     'tensors': {name: _entry(value) for name, value in tensors.items()},
   }
   try:
-    text = canonical_json(manifest | {'sha256': _seal(manifest)})
+    text = canonical_json(manifest | {'sha256': _digest_of(manifest)})
   except (TypeError, ValueError, RecursionError) as e:
     raise BundleError(f'recipe or config is not JSON: {e}') from e
   _parse_manifest(text)
   return text
 
 
-def _seal(manifest: Mapping[str, Any]) -> str:
+def _digest_of(manifest: Mapping[str, Any]) -> str:
   """The digest of a manifest without its own digest."""
   return sha256({k: v for k, v in manifest.items() if k != 'sha256'})
 
 
 def _parse_manifest(text: str) -> Manifest:
-  """The manifest, well-formed and matching its own digest."""
+  """Parses and checks a manifest."""
   try:
     fields = parse_json(text)
-    seal = _seal(fields) if isinstance(fields, dict) else None
+    digest = _digest_of(fields) if isinstance(fields, dict) else None
   except (ValueError, RecursionError) as e:
     raise BundleError(f'manifest is not JSON: {one_line(e)}') from e
-  if seal is None:
+  if digest is None:
     raise BundleError('manifest is not a JSON object')
-  # Asked before the keys: another version may have others.
+  # Checked first, because another version may have other keys.
   version = fields.get('version')
   if type(version) is not int or version != VERSION:
     raise BundleError(f'version {show(version)}; supported: {VERSION}')
   manifest = from_json(Manifest, fields)
   if not manifest.name:
     raise BundleError('manifest: name is empty')
-  if manifest.sha256 != seal:
+  if manifest.sha256 != digest:
     raise BundleError('manifest does not match its digest')
   return manifest

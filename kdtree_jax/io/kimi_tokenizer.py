@@ -1,13 +1,12 @@
-"""Kimi's `tiktoken.model`: a rank a line; special tokens follow the ranks."""
+"""Kimi's `tiktoken.model`: one token and its rank, which is its id, a line."""
 
 import base64
-import binascii
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdtree_jax.io.chat_contents import HiddenNames, one_of
+from kdtree_jax.io.chat_template import SpecialTokenEscapes, one_of
 from kdtree_jax.io.files import one_line, show
 from kdtree_jax.io.tokenizer_files import (
   CONFIG_FILE,
@@ -34,10 +33,11 @@ KIMI_PATTERN = '|'.join(
     r'\s+',
   )
 )
-# Ids behind the ranks; those that tokenizer_config.json does not name are
-# called <|reserved_token_N|>.
+# The number of ids after the ranks, which are special tokens; those that
+# tokenizer_config.json does not name are called <|reserved_token_N|>.
 KIMI_RESERVED = 256
-# Kimi's own tokenizer cuts texts so, and tiktoken takes every part.
+# Kimi's own tokenizer splits texts into parts of these sizes, each of which
+# tiktoken accepts.
 _MAX_LETTERS, _MAX_RUN = 400_000, 25_000
 
 
@@ -45,7 +45,7 @@ class KimiBackend:
   """The tokenizer of `tiktoken.model`.
 
   Attributes:
-    controls: every special token's id by its name.
+    special_tokens: ids of all special tokens by name.
     first_ids: empty; only tokenizer_config.json asks for a first token.
   """
 
@@ -58,49 +58,50 @@ class KimiBackend:
         f'{where}: needs tiktoken: pip install kdtree_jax[kimi]'
       ) from None
     ranks = _ranks(files.data[KIMI_FILE], where)
-    self.controls = _special_tokens(files, config, len(ranks))
+    self.special_tokens = special_tokens(files, config, ranks)
     self.first_ids: tuple[int, ...] = ()
     try:
       self._encoding = tiktoken.Encoding(
         name='kimi',
         pat_str=KIMI_PATTERN,
         mergeable_ranks=ranks,
-        special_tokens=self.controls,
+        special_tokens=self.special_tokens,
       )
     except Exception as e:  # from Rust: bytes without a rank, and the like
       raise TokenizerError(f'{where}: no tokenizer: {one_line(e)}') from e
     self._size = len(ranks) + KIMI_RESERVED
-    self._control = re.compile(f'({one_of(self.controls)})')
+    self._control = re.compile(f'({one_of(self.special_tokens)})')
 
   def token_id(self, name: str) -> int | None:
-    return self.controls.get(name)
+    return self.special_tokens.get(name)
 
   def encode(self, text: str) -> list[int]:
     try:
       return self._encoding.encode(text, allowed_special='all')
-    except ValueError:  # its regular expressions run out of stack
+    except ValueError:  # A regular expression ran out of stack.
       return self._joined(self._control.split(text))
 
-  def encode_hidden(self, text: str) -> list[int]:
+  def encode_escaped(self, text: str) -> list[int]:
+    """Ids of a text in which placeholders stand for ordinary text."""
     return self._joined(self._control.split(text))
 
   @functools.cached_property
-  def hidden(self) -> HiddenNames:
-    return HiddenNames(self.controls)
+  def escapes(self) -> SpecialTokenEscapes:
+    return SpecialTokenEscapes(self.special_tokens)
 
   def _joined(self, parts: Sequence[str]) -> list[int]:
-    """Ids of texts and, at odd places, special tokens."""
+    """Ids of parts: texts and, at odd indices, names of special tokens."""
     ids: list[int] = []
     for place, part in enumerate(parts):
       if place % 2:
-        ids.append(self.controls[part])
+        ids.append(self.special_tokens[part])
       else:
-        ids += self._ordinary(self.hidden.shown(part))
+        ids += self._ordinary(self.escapes.unescape(part))
     return ids
 
   def _ordinary(self, text: str) -> list[int]:
-    """Ids without any special token."""
-    # Not `encode_ordinary`, which panics where this one raises.
+    """Ids of a text in which names of special tokens are ordinary text."""
+    # Not `encode_ordinary`, which panics where `encode` raises.
     plain = functools.partial(self._encoding.encode, disallowed_special=())
     try:
       return plain(text)
@@ -108,7 +109,7 @@ class KimiBackend:
       return [token for part in map(plain, _short(text)) for token in part]
 
   def decode(self, ids: Sequence[int]) -> str:
-    # The vocabulary of a model may be padded beyond the tokenizer's.
+    # A model's vocabulary may be padded beyond the tokenizer's.
     known = [token for token in ids if 0 <= token < self._size]
     return self._encoding.decode_bytes(known).decode('utf-8', 'replace')
 
@@ -120,37 +121,25 @@ class KimiBackend:
 
 
 def _short(text: str) -> Iterator[str]:
-  """Parts without long runs of blanks, or of anything else."""
+  """Parts of a text without long runs of spaces, or of anything else."""
   run = re.compile(rf'\s{{1,{_MAX_RUN}}}|\S{{1,{_MAX_RUN}}}')
   for start in range(0, len(text), _MAX_LETTERS):
     part, begin, end, blank = text[start : start + _MAX_LETTERS], 0, 0, None
     for match in run.finditer(part):
       same = blank == match[0][0].isspace()
-      if same:  # The run goes on: it was cut here.
+      if same:  # A run too long for one match.
         yield part[begin:end]
         begin = end
       end, blank = match.end(), match[0][0].isspace()
     yield part[begin:]
 
 
-def special_tokens(
-  files: TokenizerFiles, config: Mapping[str, Any]
-) -> dict[str, int]:
-  """Ids of the special tokens by name, for which tiktoken is not needed.
-
-  Raises:
-    TokenizerError: a broken file.
-  """
-  ranks = _ranks(files.data[KIMI_FILE], files.where(KIMI_FILE))
-  return _special_tokens(files, config, len(ranks))
-
-
 def _ranks(data: bytes, where: str) -> dict[bytes, int]:
-  """Lines of base64 and rank.
+  """Ranks by token, from lines of a token in base64 and its rank.
 
   Raises:
-    TokenizerError: another line, ranks that are not 0, 1, 2, ..., or a byte
-      without one.
+    TokenizerError: an ill-formed line, ranks that are not 0, 1, 2, ..., or a
+      byte without a rank.
   """
   ranks: dict[bytes, int] = {}
   for number, line in enumerate(data.split(b'\n'), 1):
@@ -159,7 +148,7 @@ def _ranks(data: bytes, where: str) -> dict[bytes, int]:
     try:
       token, rank = line.split()
       ranks[base64.b64decode(token, validate=True)] = int(rank)
-    except (ValueError, binascii.Error):
+    except ValueError:
       raise TokenizerError(
         f'{where}: line {number} is {show(line, 40)}, not base64 and a rank'
       ) from None
@@ -170,11 +159,24 @@ def _ranks(data: bytes, where: str) -> dict[bytes, int]:
   return ranks
 
 
-def _special_tokens(
-  files: TokenizerFiles, config: Mapping[str, Any], first: int
+def special_tokens(
+  files: TokenizerFiles,
+  config: Mapping[str, Any],
+  ranks: Mapping[bytes, int] | None = None,
 ) -> dict[str, int]:
-  """Ids behind the ranks by name."""
-  where = files.where(CONFIG_FILE)
+  """Ids of the special tokens by name; needs no tiktoken.
+
+  Args:
+    files: the tokenizer's files.
+    config: the parsed tokenizer_config.json.
+    ranks: contents of `tiktoken.model`; None: read from `files`.
+
+  Raises:
+    TokenizerError: a broken file.
+  """
+  if ranks is None:
+    ranks = _ranks(files.data[KIMI_FILE], files.where(KIMI_FILE))
+  where, first = files.where(CONFIG_FILE), len(ranks)
   added = added_tokens(config, where)
   names: dict[str, int] = {}
   for token in range(first, first + KIMI_RESERVED):

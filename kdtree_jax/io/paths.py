@@ -1,4 +1,4 @@
-"""Paths that flags name, looked at before the work."""
+"""Checks of paths given by flags, before other work."""
 
 import os
 import pathlib
@@ -9,9 +9,7 @@ from kdtree_jax.io.files import file_kind, reason, show_path, temporary_beside
 
 
 def check_path(path: str, flag: str) -> None:
-  """Refuses what is no path, or leads where one may not go.
-
-  What is missing is left to those who know what they look for.
+  """Refuses an empty, invalid or inaccessible path; it may be missing.
 
   Raises:
     UserError: names the flag.
@@ -22,16 +20,16 @@ def check_path(path: str, flag: str) -> None:
 def check_output(
   path: str | None, flag: str = 'output', *, folder: bool = False
 ) -> None:
-  """Refuses what could not be written after all the work.
+  """Refuses a path that cannot be written.
 
-  A file is made beside it and removed: permissions do not tell of disks that
-  are full or read-only.
+  Creates and removes a file beside it, because permissions do not tell whether
+  a disk is full or read-only.
 
   Args:
-    path: that will be written; None is nothing.
-    flag: that gave it.
-    folder: it will be one, made if it is missing; else a file, a device or a
-      pipe.
+    path: the output; None: there is none.
+    flag: the flag that gave it.
+    folder: whether it is a folder, made if it is missing; else it is a file, a
+      device or a pipe.
 
   Raises:
     UserError: names the flag.
@@ -45,7 +43,7 @@ def check_output(
   if not folder and (kind == 'folder' or path.endswith(os.sep)):
     raise UserError(f'{where}: cannot be written: is a folder')
   if kind == 'special':
-    # Not opened: a pipe would wait for its reader.
+    # Not opened, because a pipe would wait for its reader.
     if stat.S_ISSOCK(os.stat(path).st_mode):
       raise UserError(f'{where}: cannot be written: is a socket')
     if not os.access(path, os.W_OK):

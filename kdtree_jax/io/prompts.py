@@ -1,23 +1,22 @@
 """Files of prompts: one JSON object a line."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import show
+from kdtree_jax.io.files import StrPath, show
 from kdtree_jax.io.results import read_jsonl, source_name
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-  """One line: `{"id", "turns": [...]}` or `{"id", "prompt"}`.
+  """A line `{"id", "turns": [...]}` or `{"id", "prompt"}`.
 
   Attributes:
     id: as given, or the number of the line from 0.
-    turns: what the user says, in order; one where the line has a `prompt`.
-    where: the file and the line, for messages; None: it is from no file.
+    turns: texts of the user, in order; a single one for `prompt`.
+    where: file and line for messages; None: it is from no file.
   """
 
   id: str | int
@@ -25,12 +24,12 @@ class Prompt:
   where: str | None = None
 
 
-def read_prompts(path: os.PathLike | str) -> list[Prompt]:
-  """Reads prompts from a file, a pipe or, `-`, the standard input.
+def read_prompts(path: StrPath) -> list[Prompt]:
+  """Reads prompts from a file, a pipe or, for `-`, the standard input.
 
   Raises:
-    UserError: unreadable, empty, a line that is no prompt, or two with one
-      id; names the lines.
+    UserError: the file is unreadable or empty, a line is no prompt, or two
+      have the same id; names the lines.
   """
   prompts: dict[str | int, Prompt] = {}
   for number, fields in read_jsonl(path):

@@ -12,12 +12,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 SUPPORTED = 'compressed-tensors INT4 pack-quantized, FP8 e4m3 in blocks'
 
-# What a quantised weight becomes in the place of `weight`.
+# Tensors that a quantised checkpoint has instead of `weight`.
 PACKED, SCALE, SHAPE = 'weight_packed', 'weight_scale', 'weight_shape'
 SCALE_INV = 'weight_scale_inv'
 FP8_DTYPE = 'F8_E4M3'
 
-# How people call what is refused.
+# Usual names of methods and formats that are refused.
 _METHOD_NAMES = {
   'awq': 'AWQ',
   'gptq': 'GPTQ',
@@ -32,8 +32,8 @@ _FORMAT_NAMES = {
   'float-quantized': 'compressed-tensors FP8',
   'int-quantized': 'compressed-tensors INT8',
 }
-# Where a weight lies is read from the tensors; these repeat it, or tell how
-# the scales were found.
+# Which weights are quantised is read from the tensors. These keys repeat it, or
+# describe how the scales were found.
 _IGNORED = {
   'global_compression_ratio',
   'ignore',
@@ -58,8 +58,8 @@ class Quantization:
   format: str
   block: tuple[int, int]
 
-  def part_shapes(self, shape: tuple[int, int]) -> Shapes:
-    """The tensors that stand for a weight of this shape, `SHAPE` left out."""
+  def part_shapes(self, shape: tuple[int, ...]) -> Shapes:
+    """Shapes of the tensors of a weight of this shape, without `SHAPE`."""
     rows, columns = shape
     scales = (-(-rows // self.block[0]), -(-columns // self.block[1]))
     if self.format == 'int4':
@@ -68,7 +68,7 @@ class Quantization:
 
 
 def read_quantization(fields: Fields, where: str) -> Quantization | None:
-  """Reads `quantization_config`, None where it is absent or empty.
+  """Reads `quantization_config`; None if it is absent or empty.
 
   Raises:
     CheckpointError: a method or a variant that this engine does not have.
@@ -88,7 +88,7 @@ def read_quantization(fields: Fields, where: str) -> Quantization | None:
 
 
 def _name_of(raw: Mapping[str, Any], method: Any) -> str:
-  """What people call a method that is refused."""
+  """The usual name of a method that is refused."""
   name = show(method, 40)
   if isinstance(method, str):
     name = _METHOD_NAMES.get(method, name)
@@ -97,15 +97,15 @@ def _name_of(raw: Mapping[str, Any], method: Any) -> str:
 
 
 def _refused(fields: Fields, key: str, name: str) -> CheckpointError:
-  return fields.error(key, f'says {name}, unsupported; supported: {SUPPORTED}')
+  return fields.error(key, f'is {name}, unsupported; supported: {SUPPORTED}')
 
 
 def _read_fp8(fields: Fields) -> Quantization:
   if fields.string('fmt', 'e4m3') != 'e4m3':
     raise _refused(fields, 'fmt', show(fields.get('fmt')))
-  # Activations are not quantised here, which is what dynamic approximates.
+  # Activations stay unquantised here, which dynamic quantisation approximates.
   fields.fixed('activation_scheme', 'dynamic')
-  # Says that the scales, float32 all the same, are powers of two.
+  # The scales are powers of two, but are stored as float32.
   fields.fixed('scale_fmt', 'ue8m0')
   block = fields.tuple_of(int, 'weight_block_size')
   if len(block) != 2 or min(block) < 1:

@@ -1,4 +1,4 @@
-"""JSON lines: records as they come, the whole file at once, and back."""
+"""Files of JSON lines: written record by record or at once, and read."""
 
 import contextlib
 import io
@@ -13,6 +13,7 @@ import numpy as np
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import (
+  StrPath,
   file_kind,
   parse_json,
   reason,
@@ -24,39 +25,35 @@ from kdtree_jax.io.files import (
 STANDARD_INPUT = '-'
 
 
-def write_jsonl(
-  path: os.PathLike | str, records: Iterable[Mapping[str, Any]]
-) -> None:
-  """Writes records, one compact JSON object a line, in place of `path`.
+def write_jsonl(path: StrPath, records: Iterable[Mapping[str, Any]]) -> None:
+  """Replaces a file atomically by records, one JSON object a line.
 
   Args:
-    path: replaced atomically; never appended to, so that a file holds the
-      results of one run.
-    records: may hold NumPy and JAX scalars and arrays; they become numbers
-      and lists. Keys keep their order.
+    path: the file.
+    records: mappings, whose keys keep their order; scalars and arrays of NumPy
+      and JAX become numbers and lists.
 
   Raises:
-    UserError: the file cannot be written, or a record has no place in JSON:
-      it is no object, or holds NaN, infinity or something that is no data.
+    UserError: the file cannot be written, or a record is not JSON: it is no
+      object, or holds NaN, infinity or an unknown type.
   """
   lines = (_line(path, i, record) for i, record in enumerate(records))
   write_atomically(path, lines)
 
 
 class JsonLines:
-  """A context that writes each record when it is given, whole and flushed.
+  """A context that writes and flushes each record when it is given.
 
-  What is written stays, however the program ends. A file is replaced by the
-  first record: a run that has none leaves what was there. Links are followed,
-  and devices and pipes written into.
+  The first record replaces the file: without any, the old file is kept. Links
+  are followed; devices and pipes are written into.
   """
 
   def __init__(self, path: str | None, *, append: bool = False):
     """Opens nothing yet.
 
     Args:
-      path: None for standard output.
-      append: go on with the file instead of replacing it.
+      path: the file; None for standard output.
+      append: continue the file instead of replacing it.
     """
     self._path, self._append, self._count = path, append, 0
     self._file: io.FileIO | None = None
@@ -73,26 +70,26 @@ class JsonLines:
 
     Raises:
       UserError: as `write_jsonl`; no part of the line stays in a file.
-      OSError: standard output takes no more.
+      OSError: standard output cannot be written.
     """
     line = _line(self._path or 'standard output', self._count, record)
     if self._path is None:
       print(line.decode(), end='', flush=True)
     else:
       try:
-        self._write(line)
+        self._write(self._path, line)
       except OSError as e:
         where = show_path(self._path)
         raise UserError(f'{where}: cannot be written: {reason(e)}') from e
     self._count += 1
 
-  def _write(self, line: bytes) -> None:
+  def _write(self, path: str, line: bytes) -> None:
     if self._file is None:
-      # Unbuffered: what failed is not tried again by a close.
-      self._file = open(self._path, 'ab' if self._append else 'wb', buffering=0)
-      if self._append and _lacks_line_end(self._path):
+      # Unbuffered, so that closing does not retry a failed write.
+      self._file = open(path, 'ab' if self._append else 'wb', buffering=0)
+      if self._append and _lacks_line_end(path):
         line = b'\n' + line
-    regular = file_kind(self._path) == 'file'
+    regular = file_kind(path) == 'file'
     size = os.fstat(self._file.fileno()).st_size
     rest = memoryview(line)
     try:
@@ -106,8 +103,8 @@ class JsonLines:
       raise
 
 
-def _lacks_line_end(path: os.PathLike | str) -> bool:
-  """Whether a file, which an editor may have left so, ends inside a line."""
+def _lacks_line_end(path: StrPath) -> bool:
+  """Whether a file does not end with a line feed."""
   if file_kind(path) != 'file' or not os.path.getsize(path):
     return False
   with open(path, 'rb') as file:
@@ -115,25 +112,25 @@ def _lacks_line_end(path: os.PathLike | str) -> bool:
     return file.read() != b'\n'
 
 
-def source_name(path: os.PathLike | str) -> str:
-  """What `read_jsonl` reads, for messages."""
+def source_name(path: StrPath) -> str:
+  """The name of the source of `read_jsonl`, for messages."""
   if os.fspath(path) == STANDARD_INPUT:
     return 'standard input'
   return show_path(path)
 
 
-def read_jsonl(path: os.PathLike | str) -> Iterator[tuple[int, Any]]:
-  """The values of a file of JSON lines; it is read once, at the first.
+def read_jsonl(path: StrPath) -> Iterator[tuple[int, Any]]:
+  """The values of a file of JSON lines, all of which is read at once.
 
   Args:
     path: a file or a pipe, UTF-8 with or without a byte order mark; `-` is
       the standard input.
 
   Yields:
-    The number of a line, from 1, and its value; empty lines do not count.
+    The number of a line, from 1, and its value; empty lines are skipped.
 
   Raises:
-    UserError: it cannot be read, or a line is not JSON.
+    UserError: the file cannot be read, or a line is not JSON.
   """
   standard, where = os.fspath(path) == STANDARD_INPUT, source_name(path)
   if standard and sys.stdin is None:
@@ -146,7 +143,7 @@ def read_jsonl(path: os.PathLike | str) -> Iterator[tuple[int, Any]]:
     lines = data.decode('utf-8-sig').split('\n')
   except FileNotFoundError:
     raise UserError(f'{where}: no such file') from None
-  except (OSError, ValueError) as e:  # UnicodeDecodeError, a null byte.
+  except (OSError, ValueError) as e:  # ValueError: no UTF-8, a null byte.
     raise UserError(f'{where}: cannot be read: {reason(e)}') from e
   for number, line in enumerate(lines, 1):
     if not line.strip():
@@ -158,7 +155,7 @@ def read_jsonl(path: os.PathLike | str) -> Iterator[tuple[int, Any]]:
     yield number, value
 
 
-def _line(path: os.PathLike | str, index: int, record: Any) -> bytes:
+def _line(path: StrPath, index: int, record: Any) -> bytes:
   try:
     if not isinstance(record, Mapping):
       raise TypeError(f'a {type(record).__name__} is not a JSON object')
@@ -174,10 +171,10 @@ def _line(path: os.PathLike | str, index: int, record: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-  """What `json` does not know: scalars and arrays of NumPy and JAX."""
+  """Scalars and arrays of NumPy and JAX as values that `json` knows."""
   if isinstance(value, Mapping):
     return dict(value)
-  # An array of objects would come back as itself and recurse.
+  # `tolist` of an array of objects returns the objects, endlessly.
   if hasattr(value, '__array__') and np.asarray(value).dtype != object:
     return np.asarray(value).tolist()
   raise TypeError(f'{type(value).__name__} is not data')

@@ -1,6 +1,5 @@
-"""Tokens that end a text, from every place of a checkpoint that states one."""
+"""Stop tokens, from every file of a checkpoint that states some."""
 
-import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -8,11 +7,10 @@ from typing import Any, NamedTuple
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import kimi_tokenizer
-from kdtree_jax.io.chat_contents import one_of
-from kdtree_jax.io.chat_template import ChatTemplate
+from kdtree_jax.io.chat_template import ChatTemplate, one_of
 from kdtree_jax.io.checkpoint_config import eos_ids, text_config
 from kdtree_jax.io.fields import Fields
-from kdtree_jax.io.files import show
+from kdtree_jax.io.files import StrPath, show
 from kdtree_jax.io.json_tokenizer import JsonBackend
 from kdtree_jax.io.kdtr import Bundle
 from kdtree_jax.io.tensors import CheckpointError, read_json
@@ -25,16 +23,16 @@ from kdtree_jax.io.tokenizer_files import (
   token_text,
 )
 
-# An answer, which no template has among its own words.
+# An answer that no template contains.
 _ANSWER = 'qzvkxwanswerqzvkxw'
 
 
 class StopIds(NamedTuple):
-  """Every token that ends a text.
+  """The tokens that end a text.
 
   Attributes:
-    sources: ids by the place that states them.
-    problem: why the tokenizer was not asked, or None.
+    sources: ids by the file or key that states them.
+    problem: why the tokenizer's files could not be used, or None.
   """
 
   sources: dict[str, tuple[int, ...]]
@@ -42,30 +40,29 @@ class StopIds(NamedTuple):
 
   @property
   def ids(self) -> tuple[int, ...]:
-    """The union, in the order of appearance."""
+    """All ids, in the order of appearance."""
     return tuple(dict.fromkeys(i for ids in self.sources.values() for i in ids))
 
 
 def stop_ids(
-  directory: os.PathLike | str, raw_config: Mapping[str, Any]
+  directory: StrPath, raw_config: Mapping[str, Any]
 ) -> tuple[int, ...]:
-  """The union of `read_stop_ids`."""
+  """All ids of `read_stop_ids`."""
   return read_stop_ids(directory, raw_config).ids
 
 
-def read_stop_ids(
-  directory: os.PathLike | str, raw_config: Mapping[str, Any]
-) -> StopIds:
-  """What config.json, generation_config.json and the tokenizer's files state.
+def read_stop_ids(directory: StrPath, raw_config: Mapping[str, Any]) -> StopIds:
+  """Stop tokens of config.json, generation_config.json and the tokenizer.
 
-  Chat models list the end of a turn in one and the end of a text in another.
+  Chat models state the end of a turn in one of them and the end of a text in
+  another.
 
   Args:
     directory: the checkpoint's folder.
     raw_config: its parsed config.json.
 
   Raises:
-    CheckpointError: an id that is no id, or outside the vocabulary; an
+    CheckpointError: an ill-typed id, or one outside the vocabulary; an
       `eos_token` that the tokenizer does not have.
   """
   folder = pathlib.Path(directory)
@@ -86,47 +83,50 @@ def read_stop_ids(
         raise source.error(
           'eos_token_id', f'{token} is outside the vocabulary of {vocab}'
         )
+  data, problem = {}, None
   try:
-    files = TokenizerFiles(str(folder), read_files(folder))
+    data = read_files(folder)
   except UserError as e:
-    return _stated(sources, None, vocab, str(e))
-  return _stated(sources, files, vocab)
+    problem = str(e)
+  files = TokenizerFiles(str(folder), data)
+  return _with_tokenizer(sources, files, vocab, problem)
 
 
 def bundle_stop_ids(bundle: Bundle, home: str) -> StopIds:
-  """The same of a bundle with a target.
+  """Stop tokens of a bundle.
 
   Args:
-    bundle: whose config has what the folder's files stated when it was made.
+    bundle: its config already has what generation_config.json stated.
     home: its path, for messages.
   """
-  config = bundle.config
+  if bundle.config is None:
+    return StopIds({})
+  sources = {'config': bundle.config.eos_token_id}
   files = TokenizerFiles(home, bundle.tokenizer)
-  return _stated({'config': config.eos_token_id}, files, config.vocab_size)
+  return _with_tokenizer(sources, files, bundle.config.vocab_size)
 
 
-def _stated(
+def _with_tokenizer(
   sources: dict[str, tuple[int, ...]],
-  files: TokenizerFiles | None,
+  files: TokenizerFiles,
   vocab: int | None,
   problem: str | None = None,
 ) -> StopIds:
-  """Adds what the tokenizer states, and drops sources that state nothing.
+  """Adds the tokenizer's stop tokens, and drops sources without any.
 
-  A tokenizer that cannot be read is an error where text is needed only.
+  A broken tokenizer is no error here: decoding of token ids needs none.
   """
-  if files is not None:
-    try:
-      config = files.config()
-      names = _names(files, config)
-    except UserError as e:
-      names, problem = None, str(e)
-    if names is not None:
-      sources |= _by_tokenizer(files, config, names)
-  # The model cannot generate what is outside its vocabulary.
-  limit = float('inf') if vocab is None else vocab
+  config, names = {}, None
+  try:
+    config = files.config()
+    names = _names(files, config)
+  except UserError as e:
+    problem = str(e)
+  if names is not None:
+    sources |= _by_tokenizer(files, config, names)
+  # The model cannot generate ids outside its vocabulary.
   sources = {
-    name: tuple(token for token in ids if token < limit)
+    name: tuple(token for token in ids if vocab is None or token < vocab)
     for name, ids in sources.items()
   }
   return StopIds({name: ids for name, ids in sources.items() if ids}, problem)
@@ -140,9 +140,9 @@ def _names(
     backend = JsonBackend(files, config)
     eos = token_text(config.get('eos_token'))
     number = None if eos is None else backend.token_id(eos)
-    # A name of the vocabulary that is no added token counts as well.
+    # It may be in the vocabulary without being an added token.
     known = {} if eos is None or number is None else {eos: number}
-    return known | dict(backend.controls)
+    return known | backend.special_tokens
   if KIMI_FILE in files.data:
     return kimi_tokenizer.special_tokens(files, config)
   return None
@@ -151,7 +151,8 @@ def _names(
 def _by_tokenizer(
   files: TokenizerFiles, config: Mapping[str, Any], names: Mapping[str, int]
 ) -> dict[str, tuple[int, ...]]:
-  found = {}
+  """Stop tokens by the part of the tokenizer's files that states them."""
+  found: dict[str, tuple[int, ...]] = {}
   eos = token_text(config.get('eos_token'))
   if eos is not None:
     if eos not in names:
@@ -169,17 +170,17 @@ def _by_tokenizer(
 def turn_end(
   template: ChatTemplate | None, names: Mapping[str, int]
 ) -> str | None:
-  """The special token that follows an answer, whether or not a turn does.
+  """The special token that a chat template puts after an answer.
 
-  None without one, or if the template cannot be asked. A token that comes
-  only if a turn follows, or only if none does, begins something else.
+  None if it puts none or fails. The token must be the same whether or not
+  another turn follows; else it is not the end of the answer.
   """
   if template is None:
     return None
   question = {'role': 'user', 'content': 'x'}
-  talk = [question, {'role': 'assistant', 'content': _ANSWER}]
+  chat = [question, {'role': 'assistant', 'content': _ANSWER}]
   pattern, ends = re.compile(one_of(names)), set()
-  for messages in (talk, [*talk, question]):
+  for messages in (chat, [*chat, question]):
     try:
       text = template.render(messages, add_generation_prompt=False)
     except UserError:

@@ -1,8 +1,7 @@
-"""Where tensors come from: safetensors files, folders of shards, a mapping."""
+"""Sources of tensors: safetensors files, folders of shards, mappings."""
 
 import json
 import mmap
-import os
 import pathlib
 import stat
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ import safetensors.numpy
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import (
+  StrPath,
   file_kind,
   one_line,
   parse_json,
@@ -26,42 +26,18 @@ from kdtree_jax.io.files import (
 SINGLE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
 
-# The dtypes that weights may have here, as safetensors spells them.
+# The dtypes of plain weights, as safetensors spells them.
 FLOAT_DTYPES = {
   'F32': np.dtype(np.float32),
   'BF16': np.dtype(ml_dtypes.bfloat16),
   'F16': np.dtype(np.float16),
 }
-# Bytes per value of what a header can announce, readable here or not.
-ITEM_BYTES = {
-  'BOOL': 1,
-  'U8': 1,
-  'I8': 1,
-  'F8_E4M3': 1,
-  'F8_E5M2': 1,
-  'F8_E8M0': 1,
-  'U16': 2,
-  'I16': 2,
-  'F16': 2,
-  'BF16': 2,
-  'U32': 4,
-  'I32': 4,
-  'F32': 4,
-  'U64': 8,
-  'I64': 8,
-  'F64': 8,
-  'C64': 8,
-}
-# Those and what quantised weights and golden answers are made of.
-_KNOWN_DTYPES = FLOAT_DTYPES | {
+# All that can be read; unsupported ones only to name them in errors.
+_DTYPES = FLOAT_DTYPES | {
   'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
   'I32': np.dtype(np.int32),
   'I64': np.dtype(np.int64),
   'U8': np.dtype(np.uint8),
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in _KNOWN_DTYPES.items()}
-# Read for what is said about them: a foreign dtype is refused by its name.
-_READABLE_DTYPES = _KNOWN_DTYPES | {
   'BOOL': np.dtype(np.bool_),
   'I8': np.dtype(np.int8),
   'U16': np.dtype(np.uint16),
@@ -70,25 +46,29 @@ _READABLE_DTYPES = _KNOWN_DTYPES | {
   'U64': np.dtype(np.uint64),
   'F64': np.dtype(np.float64),
 }
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Bytes per value of every dtype that a header can name.
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
+ITEM_BYTES |= {'F8_E5M2': 1, 'F8_E8M0': 1, 'C64': 8}
 
 
 class CheckpointError(UserError):
-  """A checkpoint's file, key or tensor is missing, broken or unsupported."""
+  """A file, key or tensor that is missing, broken or unsupported."""
 
 
 class TensorSource(Protocol):
-  """Named tensors that are described at once and read one at a time."""
+  """Named tensors, read one at a time."""
 
   def names(self) -> tuple[str, ...]:
-    """Every name, sorted."""
+    """All names, sorted."""
     ...
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """Shape of a tensor, without reading it."""
+    """The shape of a tensor, without reading it."""
     ...
 
   def dtype(self, name: str) -> str:
-    """Dtype in the spelling of safetensors: `F32`, `BF16`, ..."""
+    """The dtype as safetensors spells it: `F32`, `BF16`, ..."""
     ...
 
   def read(self, name: str) -> np.ndarray:
@@ -96,36 +76,36 @@ class TensorSource(Protocol):
     ...
 
   def view(self, name: str) -> np.ndarray:
-    """The tensor in the source's own memory, to be read and not kept."""
+    """The tensor in the source's memory; not to be written or kept."""
     ...
 
   def prefetch(self, names: Iterable[str]) -> None:
-    """Says which tensors will be viewed soon."""
+    """Announces tensors that will be viewed soon."""
     ...
 
   def release(self, name: str) -> None:
-    """Says that a view is done with, so that its memory may be reclaimed."""
+    """Announces that a view is no longer used: its memory may be freed."""
     ...
 
 
 def dtype_name(dtype: np.dtype) -> str:
-  """The spelling of safetensors for a NumPy dtype, or NumPy's own."""
+  """A NumPy dtype as safetensors spells it, or else as NumPy does."""
   return _DTYPE_NAMES.get(dtype, str(dtype))
 
 
-def read_json(path: os.PathLike | str) -> dict[str, Any]:
+def read_json(path: StrPath) -> dict[str, Any]:
   """The JSON object in a file.
 
   Raises:
-    CheckpointError: missing or unreadable, not JSON, a key twice
-      in one object, or something else than an object.
+    CheckpointError: the file is missing or unreadable, or holds no JSON
+      object, or one with a key twice.
   """
   path = pathlib.Path(path)
   try:
     data = path.read_bytes()
   except FileNotFoundError:
     raise CheckpointError(f'{path}: no such file') from None
-  except (OSError, ValueError) as e:  # A null byte.
+  except (OSError, ValueError) as e:  # ValueError: a null byte.
     where = show_path(path)
     raise CheckpointError(f'{where}: cannot be read: {reason(e)}') from e
   return json_object(data, str(path))
@@ -134,7 +114,7 @@ def read_json(path: os.PathLike | str) -> dict[str, Any]:
 def json_object(
   data: bytes, where: str, error: type[UserError] = CheckpointError
 ) -> dict[str, Any]:
-  """The JSON object that the bytes of a file spell; errors as `read_json`."""
+  """The JSON object in the bytes of a file; raises as `read_json`."""
   try:
     fields = parse_json(data)
   except ValueError as e:
@@ -149,15 +129,15 @@ def write_safetensors(
   tensors: Mapping[str, np.ndarray],
   metadata: dict[str, str],
 ) -> None:
-  """Writes a new file by safetensors' own writer, which copies no data.
+  """Writes a new file with safetensors' own writer, which copies no data.
 
-  That writer renames a private file of its own to `path`, whatever is there. So
-  a link, a pipe or a device is refused (`files.replacing` gives a file for
-  one), and the permissions are set to those of any new file.
+  That writer renames a file with private permissions to `path`, whatever is
+  there. So a link, a pipe or a device is refused (use `files.replacing`), and
+  the permissions of an ordinary new file are set.
 
   Raises:
     OSError: the file system refuses, `path` is no plain file, or a name is no
-      text.
+      valid unicode.
   """
   path.touch()
   mode = path.lstat().st_mode
@@ -171,54 +151,42 @@ def write_safetensors(
   path.chmod(mode)
 
 
-def open_safetensors(path: os.PathLike | str) -> Any:
-  """A `safe_open` handle: the header is parsed, the data is only mapped.
+class _MappedFile:
+  """A safetensors file: its header, and a memory map of its data.
 
   Raises:
-    CheckpointError: missing, truncated or not safetensors.
+    CheckpointError: the file is missing, truncated or not safetensors.
   """
-  path = pathlib.Path(path)
-  # Asked first, because mapping a folder or a device gives riddles.
-  try:
-    kind = file_kind(path)
-  except UserError as e:
-    raise CheckpointError(str(e)) from e
-  try:
-    if kind == 'file':
-      return safetensors.safe_open(str(path), framework='numpy')
-  except OSError as e:
-    raise CheckpointError(f'{path}: cannot be read: {e.strerror or e}') from e
-  # ValueError: a path that is not UTF-8.
-  except (safetensors.SafetensorError, ValueError) as e:
-    raise CheckpointError(
-      f'{path}: not a complete safetensors file: {e}'
-    ) from e
-  raise CheckpointError(
-    f'{path}: {"is not a file" if kind else "no such file"}'
-  )
-
-
-class _MappedFile:
-  """A safetensors file as a memory map and a table of places in it."""
 
   def __init__(self, path: pathlib.Path):
     self.path = path
-    # Its parser checks everything; ours below may then be short.
-    handle = open_safetensors(path)
-    self.metadata: dict[str, str] = handle.metadata() or {}
     try:
+      # Mapping a folder or a device would fail with an obscure message.
+      if (kind := file_kind(path)) != 'file':
+        problem = 'is not a file' if kind else 'no such file'
+        raise CheckpointError(f'{path}: {problem}')
+      # The library's parser checks everything; the one below need not.
+      with safetensors.safe_open(str(path), framework='numpy') as handle:
+        self.metadata: dict[str, str] = handle.metadata() or {}
       with open(path, 'rb') as file:
         size = int.from_bytes(file.read(8), 'little')
         header = json.loads(file.read(size))
         self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as e:
       raise CheckpointError(f'{path}: cannot be read: {e.strerror or e}') from e
+    except UserError as e:
+      raise CheckpointError(str(e)) from e
+    # ValueError: a path that is not UTF-8.
+    except (safetensors.SafetensorError, ValueError) as e:
+      raise CheckpointError(
+        f'{path}: not a complete safetensors file: {e}'
+      ) from e
     self._data = 8 + size
     self.entries = {k: v for k, v in header.items() if k != '__metadata__'}
 
   def view(self, name: str) -> np.ndarray:
     entry = self.entries[name]
-    dtype = _READABLE_DTYPES.get(entry['dtype'])
+    dtype = _DTYPES.get(entry['dtype'])
     if dtype is None:
       raise CheckpointError(
         f'{self.path}: tensor {show(name)} of dtype {entry["dtype"]} cannot '
@@ -231,7 +199,7 @@ class _MappedFile:
     return flat.reshape(entry['shape'])
 
   def advise(self, name: str, advice: int) -> None:
-    """Tells the kernel what will happen to a tensor's pages."""
+    """Advises the operating system about the pages of a tensor."""
     begin, end = self.entries[name]['data_offsets']
     begin = (self._data + begin) // mmap.PAGESIZE * mmap.PAGESIZE
     end += self._data
@@ -242,10 +210,10 @@ class _MappedFile:
 class SafetensorsSource:
   """A safetensors file, or a folder with one file or with indexed shards.
 
-  Headers are read at once and compared with the index; data is mapped.
+  Headers are read and compared with the index; data is mapped.
   """
 
-  def __init__(self, path: os.PathLike | str):
+  def __init__(self, path: StrPath):
     """Opens the headers.
 
     Args:
@@ -254,7 +222,7 @@ class SafetensorsSource:
 
     Raises:
       CheckpointError: a missing, truncated or corrupt file; an index that
-        disagrees with its shards or points out of the folder.
+        disagrees with its shards or names files outside the folder.
     """
     self.path = pathlib.Path(path)
     weight_map = None
@@ -307,7 +275,7 @@ class SafetensorsSource:
     return self._find(name).entries[name]['dtype']
 
   def metadata(self) -> dict[str, str]:
-    """Free text of the header; of shards, all together."""
+    """The metadata of the header, or of all shards together."""
     return dict(self._metadata)
 
   def read(self, name: str) -> np.ndarray:
@@ -321,12 +289,12 @@ class SafetensorsSource:
       self._find(name).advise(name, mmap.MADV_WILLNEED)
 
   def release(self, name: str) -> None:
-    # Pages of a neighbour that go too are still in the file.
+    # Pages shared with another tensor are simply read again.
     self._find(name).advise(name, mmap.MADV_DONTNEED)
 
 
 class MappingSource:
-  """Arrays that are in memory already, for instance those of a bundle."""
+  """Tensors that are in memory already, for instance those of a bundle."""
 
   def __init__(self, tensors: Mapping[str, np.ndarray]):
     self._tensors = tensors
@@ -361,7 +329,7 @@ class MappingSource:
 def _folder_files(
   folder: pathlib.Path,
 ) -> tuple[tuple[pathlib.Path, ...], dict[str, str] | None]:
-  """The files of a checkpoint folder and, where there is one, its index."""
+  """The files of a checkpoint's folder and the index, if there is one."""
   single, index = folder / SINGLE_FILE, folder / INDEX_FILE
   if file_kind(index) is None:
     if file_kind(single) is None:
@@ -387,9 +355,9 @@ def _folder_files(
 
 
 def _check_shard_name(index: pathlib.Path, name: str, shard: Any) -> None:
-  """A shard is a plain file name: an index must not read other folders.
+  """Refuses a shard that is no plain file name, and so in another folder.
 
-  Not resolved: in the cache of huggingface_hub, files are links to elsewhere.
+  Links are allowed: in the cache of huggingface_hub, all files are links.
   """
   if not isinstance(shard, str):
     raise CheckpointError(
@@ -398,6 +366,6 @@ def _check_shard_name(index: pathlib.Path, name: str, shard: Any) -> None:
   plain = shard not in ('', '.', '..') and not set(shard) & set('/\\\0:')
   if not plain or not shard.isprintable():
     raise CheckpointError(
-      f'{index}: tensor {show(name)} is said to be in {show(shard)}, which is '
-      "outside the checkpoint's folder"
+      f'{index}: puts tensor {show(name)} into {show(shard)}, which is outside '
+      "the checkpoint's folder"
     )

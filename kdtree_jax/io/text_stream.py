@@ -1,37 +1,35 @@
-"""Text of tokens that come one by one, and stop strings in it."""
+"""Text of tokens that arrive one by one, and stop strings in it."""
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-# Bytes of a letter that may be missing its last one, and so the tokens that
-# a decoder without bytes may hold back.
+# The most bytes of an incomplete UTF-8 character, and so the most tokens that
+# `WindowDecoder` holds back.
 MAX_PENDING = 3
-# Tokens that are decoded again before a new one, which may look different
-# after them.
+# Tokens decoded again before each new one, whose text may depend on them.
 _CONTEXT = 4
 
 
 class TextStream(Protocol):
-  """Takes ids, returns the text that they complete."""
+  """An object that takes ids and returns the text that they complete."""
 
   def push(self, ids: Iterable[int]) -> str: ...
 
 
 class StreamDecoder:
-  """Text of a growing sequence; holds back the bytes of an unfinished letter.
+  """A decoder that holds back the bytes of an incomplete character.
 
-  Bytes that can begin no letter, or not go on with one, are U+FFFD at once:
-  at most three bytes are pending. The pieces that `push` and `finish` return
-  are together the text of all ids.
+  Invalid bytes become U+FFFD at once: at most three bytes are pending. What
+  `push` and `finish` return adds up to the text of all ids.
   """
 
   def __init__(self, piece: Callable[[int | None, int], bytes | None]):
-    """A stream at its beginning.
+    """Begins a text.
 
     Args:
-      piece: bytes of a token (second) after another one (first; None at the
-        beginning), or None for a token without text.
+      piece: maps the previous token (None at the beginning) and the next one to
+        the bytes of the latter, or to None if it has no text.
     """
     self._piece = piece
     self._before: int | None = None
@@ -49,16 +47,16 @@ class StreamDecoder:
     return piece
 
   def finish(self) -> str:
-    """The rest, an unfinished letter as U+FFFD."""
+    """The rest of the text; an incomplete character becomes U+FFFD."""
     return self._utf8.decode(b'', final=True)
 
 
 class WindowDecoder:
-  """The same for any function from ids to text, which gives no bytes.
+  """A decoder that uses any function from ids to text.
 
   A few tokens are decoded again with each new one. While the text ends in
-  U+FFFD, which may be a letter whose last bytes are to come, at most
-  `MAX_PENDING` tokens are held back.
+  U+FFFD, which may be an incomplete character, up to `MAX_PENDING` tokens are
+  held back.
   """
 
   def __init__(self, decode: Callable[[list[int]], str]):
@@ -79,7 +77,7 @@ class WindowDecoder:
       if count <= MAX_PENDING:
         self._pending = pending
         return ''
-      # The first of them are broken for good: as few as end between letters.
+      # The first bytes are invalid: releases as few tokens as end there.
       for count in range(1, len(pending) + 1):
         part = self._decode(self._context + pending[:count])[start:]
         if text.startswith(part):
@@ -91,17 +89,17 @@ class WindowDecoder:
 
 
 class StopStrings:
-  """The first of several strings in a text that grows token by token."""
+  """A search for several strings in a text that grows token by token."""
 
   def __init__(self, stops: Sequence[str], stream: TextStream):
-    """A text at its beginning.
+    """Begins a text.
 
     Args:
-      stops: strings that are not empty.
-      stream: of the text's tokens.
+      stops: strings to find, none of them empty.
+      stream: turns the tokens into text.
     """
     self._stops, self._stream = tuple(stops), stream
-    # The last letters, with which a stop string may have begun.
+    # The last characters, which may be the beginning of a stop string.
     self._tail, self._keep = '', max(map(len, self._stops)) - 1
 
   def push(self, token: int) -> bool:

@@ -1,17 +1,15 @@
 """Text to token ids and back, with the files of a checkpoint or a bundle.
 
 `tokenizer.json` is read by `tokenizers`, Kimi's `tiktoken.model` by `tiktoken`.
-Nothing of a checkpoint is executed but its chat template, in a sandbox.
+No code of a checkpoint runs, except its chat template, in a sandbox.
 """
 
-import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, SupportsInt
 
-from kdtree_jax.io.chat_contents import HiddenNames
 from kdtree_jax.io.chat_template import ChatTemplate
-from kdtree_jax.io.files import file_kind, one_line, show
+from kdtree_jax.io.files import StrPath, file_kind, one_line, show
 from kdtree_jax.io.json_tokenizer import JsonBackend
 from kdtree_jax.io.kdtr import read_tokenizer
 from kdtree_jax.io.kimi_tokenizer import KIMI_PATTERN, KimiBackend
@@ -37,33 +35,14 @@ __all__ = (
 )
 
 
-class _Backend(Protocol):
-  """One kind of tokenizer.
-
-  Attributes:
-    controls: ids by name of the tokens that no user's text may become.
-    first_ids: what the file itself puts before a text.
-    hidden: placeholders for `controls`.
-  """
-
-  controls: Mapping[str, int]
-  first_ids: tuple[int, ...]
-
-  @property
-  def hidden(self) -> HiddenNames: ...
-
-  def token_id(self, name: str) -> int | None: ...
-  def encode(self, text: str) -> list[int]: ...
-  def encode_hidden(self, text: str) -> list[int]: ...
-  def decode(self, ids: Sequence[int]) -> str: ...
-  def piece(self, before: int | None, token: int) -> bytes | None: ...
+_Backend = JsonBackend | KimiBackend
 
 
 class Tokenizer:
-  """One interface to both kinds.
+  """A tokenizer of either kind.
 
   Attributes:
-    template: of a chat, or None.
+    template: the chat template, or None.
   """
 
   def __init__(
@@ -74,12 +53,12 @@ class Tokenizer:
     self.template = ChatTemplate.read(files.data, config, files.home)
 
   def encode(self, text: str) -> list[int]:
-    """Ids of a text; special tokens that it spells out are those tokens.
+    """Ids of a text; names of special tokens in it become those tokens.
 
-    Begins with what the checkpoint wants at the beginning, if anything, once.
+    The ids that the checkpoint wants first (BOS) are added if they are missing.
 
     Raises:
-      TokenizerError: the text is no valid unicode, or refused by the library.
+      TokenizerError: the text is no valid unicode, or the library refuses it.
     """
     ids = self._encode(text)
     first = [*self._first_ids]
@@ -94,7 +73,7 @@ class Tokenizer:
       raise TokenizerError(f'text {show(text, 40)} is not valid: {e}') from e
     try:
       return (encode or self._backend.encode)(text)
-    # Rust's panics are no Exceptions.
+    # A panic in Rust is a BaseException.
     except BaseException as e:
       if not isinstance(e, Exception) and type(e).__name__ != 'PanicException':
         raise
@@ -112,39 +91,43 @@ class Tokenizer:
 
     Args:
       messages: each with `role` (`system`, `user`, `assistant`) and `content`.
-      parse_special: special tokens that contents spell out are those tokens,
-        not text.
+      parse_special: names of special tokens in messages become those tokens;
+        else they stay text.
 
     Raises:
-      TokenizerError: no template, or text that the library refuses.
+      TokenizerError: there is no template, or the library refuses the text.
       TemplateError: the template fails.
     """
     if self.template is None:
       raise TokenizerError(f'{self._home}: has no chat template')
     text = self.template.render(messages)
-    hidden = self._backend.hidden
-    if parse_special or not hidden.occur_in(list(messages)):
+    escapes = self._backend.escapes
+    if parse_special or not escapes.found_in(list(messages)):
       return self._encode(text)
-    apart = self.template.render(messages, hidden=hidden)
-    if hidden.shown(apart) != text:
+    escaped = self.template.render(messages, escapes=escapes)
+    if escapes.unescape(escaped) != text:
       raise TokenizerError(
         f'{self._home}: the chat template reworks a content that spells out '
         'special tokens, so that they cannot be told from its own; remove '
         'them, or give --parse_special_in_messages'
       )
-    return self._encode(apart, self._backend.encode_hidden)
+    return self._encode(escaped, self._backend.encode_escaped)
 
-  def decode(self, ids: Sequence[int]) -> str:
-    """Text of ids, special tokens included; what is no unicode is U+FFFD."""
+  def decode(self, ids: Iterable[SupportsInt]) -> str:
+    """Text of ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
+    # NumPy's integers, which the libraries refuse, become Python's.
     return self._backend.decode([int(token) for token in ids])
 
   def stream(self) -> StreamDecoder:
-    """A decoder for ids that come one by one."""
+    """A decoder for ids that arrive one by one."""
     return StreamDecoder(self._backend.piece)
 
 
 def text_stream(decode: Callable[[list[int]], str]) -> TextStream:
-  """A stream of what a function makes of ids, by bytes if they are known."""
+  """A streaming form of a function from ids to text.
+
+  Exact for `Tokenizer.decode`, whose tokens are known as bytes.
+  """
   owner = getattr(decode, '__self__', None)
   if isinstance(owner, Tokenizer) and decode == owner.decode:
     return owner.stream()
@@ -154,7 +137,7 @@ def text_stream(decode: Callable[[list[int]], str]) -> TextStream:
 def _first_ids(
   backend: _Backend, config: Mapping[str, Any], where: str
 ) -> tuple[int, ...]:
-  """What a text begins with; `add_bos_token` overrules tokenizer.json."""
+  """Ids that begin every text; `add_bos_token` overrules tokenizer.json."""
   stated = config.get('add_bos_token')
   if stated is None:
     return backend.first_ids
@@ -174,17 +157,15 @@ def _first_ids(
   return backend.first_ids if token in backend.first_ids else (token,)
 
 
-def load_tokenizer(path: os.PathLike | str) -> Tokenizer | None:
-  """The tokenizer of a checkpoint's folder or of a bundle, None without one.
+def load_tokenizer(path: StrPath) -> Tokenizer | None:
+  """The tokenizer of a checkpoint's folder or of a bundle; None without one.
 
   Raises:
     UserError: a broken file, or `tiktoken` is needed and not installed.
   """
   path = pathlib.Path(path)
-  if file_kind(path) == 'file':
-    files = TokenizerFiles(str(path), read_tokenizer(path))
-  else:
-    files = TokenizerFiles(str(path), read_files(path))
+  read = read_tokenizer if file_kind(path) == 'file' else read_files
+  files = TokenizerFiles(str(path), read(path))
   config = files.config()
   if JSON_FILE in files.data:
     return Tokenizer(JsonBackend(files, config), config, files)

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, wherever they are."""
+"""The files of a tokenizer, from a checkpoint's folder or a bundle."""
 
 import pathlib
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from kdtree_jax.io.files import show
 from kdtree_jax.io.tensors import json_object
 
 JSON_FILE, KIMI_FILE = 'tokenizer.json', 'tiktoken.model'
-CONFIG_FILE = 'tokenizer_config.json'
+CONFIG_FILE, TEMPLATE_FILE = 'tokenizer_config.json', 'chat_template.jinja'
 
 
 class TokenizerError(UserError):
-  """A tokenizer's file is missing, broken or unsupported."""
+  """A file of a tokenizer that is missing, broken or unsupported."""
 
 
 class TokenizerFiles(NamedTuple):
@@ -40,7 +40,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_files(folder: pathlib.Path) -> dict[str, bytes]:
-  """What a folder has of `TOKENIZER_FILES`.
+  """The bytes of those of `TOKENIZER_FILES` that a folder has, by name.
 
   Raises:
     TokenizerError: a file that cannot be read.
@@ -58,7 +58,7 @@ def read_files(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def token_text(value: Any) -> str | None:
-  """A token's text: itself, or the `content` of an object."""
+  """The text of a token, given as a string or as an object with `content`."""
   if isinstance(value, Mapping):
     value = value.get('content')
   return value if isinstance(value, str) else None
@@ -67,14 +67,14 @@ def token_text(value: Any) -> str | None:
 def added_tokens(
   config: Mapping[str, Any], where: str
 ) -> dict[int, Mapping[str, Any]]:
-  """`added_tokens_decoder`: entries with a text, by id, in the order of ids.
+  """The entries of `added_tokens_decoder` by id, in the order of ids.
 
   Args:
-    config: tokenizer_config.json, parsed.
-    where: that file, for messages.
+    config: the parsed tokenizer_config.json.
+    where: its name, for messages.
 
   Raises:
-    TokenizerError: it is ill-formed.
+    TokenizerError: an entry is ill-formed.
   """
   raw = config.get('added_tokens_decoder') or {}
   if not isinstance(raw, Mapping):
@@ -82,14 +82,14 @@ def added_tokens(
   found: dict[int, Mapping[str, Any]] = {}
   for key, value in raw.items():
     text = token_text(value)
+    if text == '':
+      raise TokenizerError(
+        f'{where}: added_tokens_decoder: the name of token {key} is empty'
+      )
     if not (key.isascii() and key.isdecimal()) or text is None:
       raise TokenizerError(
         f'{where}: added_tokens_decoder: {show(key)} is {show(value, 60)}, no '
         'id with a token'
-      )
-    if not text:
-      raise TokenizerError(
-        f'{where}: added_tokens_decoder: the name of token {key} is empty'
       )
     entry = value if isinstance(value, Mapping) else {'content': text}
     found[int(key)] = entry

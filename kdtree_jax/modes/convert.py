@@ -67,7 +67,9 @@ def _to_bundle(
     bundle = read_drafter(source, dtype=dtype)
   else:
     _check_pair(config.drafter, source)
-    bundle = read_checkpoint(source, expanded=dtype, drafter=config.drafter)
+    bundle = read_checkpoint(
+      source, weights_dtype=dtype, drafter=config.drafter
+    )
   write_bundle(output, bundle)
 
 

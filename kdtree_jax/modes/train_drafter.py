@@ -24,10 +24,10 @@ from kdtree_jax.io.paths import check_output
 from kdtree_jax.modes.loading import check_pair, loading
 from kdtree_jax.modes.run_config import RunConfig, required, status
 from kdtree_jax.named_configs import load_recipe
-from kdtree_jax.training.checkpoints import Run
+from kdtree_jax.training.checkpoints import TrainingRun
 from kdtree_jax.training.corpus import Corpus, read_corpus
-from kdtree_jax.training.drafter import DraftTask, drafter_config
-from kdtree_jax.training.loop import Data, Evaluation, fit
+from kdtree_jax.training.drafter import DraftTask, config_from_recipe
+from kdtree_jax.training.loop import Evaluation, TrainingData, fit
 from kdtree_jax.training.packing import check_windows, window_starts
 from kdtree_jax.training.recipe import DrafterRecipe
 from kdtree_jax.training.rollouts import (
@@ -100,7 +100,7 @@ def train(
   """
   check_pair(corpus, target)
   begins = prompts(recipe, corpus)
-  config = drafter_config(recipe, target.config, corpus.mask)
+  config = config_from_recipe(recipe, target.config, corpus.mask)
   identity = {
     'mode': 'train_drafter',
     'target': target.config.to_dict(),
@@ -108,10 +108,10 @@ def train(
     'recipe': dataclasses.asdict(recipe),
     'corpus': corpus.identity('train', 'validation'),
   }
-  folder = Run(output, identity)
+  folder = TrainingRun(output, identity)
   try:
     rollouts, greedy = _rollouts(target, begins, recipe, output)
-    data = Data(
+    data = TrainingData(
       train=mix(
         # The target may have more ids than the corpus, and its rollouts too.
         corpus.tokens('train').astype(id_dtype(target.config.vocab_size)),
@@ -137,7 +137,9 @@ def train(
     if int(state.step) == recipe.steps and not measured:
       validate = Evaluation(task, recipe, data.end_of_text)
       stream = _windows(greedy, recipe.sequence_length, data)
-      found = validate(state.params, stream, target.params, limit=len(greedy))
+      found = validate(
+        state.params, stream, target.params, max_windows=len(greedy)
+      )
       found = {f'greedy_{key}': value for key, value in found.items()}
       write_drafter(
         output / DRAFTER_FOLDER, config, state.params, recipe, target
@@ -148,7 +150,7 @@ def train(
     folder.close()
 
 
-def _windows(greedy: np.ndarray, length: int, data: Data) -> np.ndarray:
+def _windows(greedy: np.ndarray, length: int, data: TrainingData) -> np.ndarray:
   """Rollouts `[N, T]`, each filled up to a window of `length` tokens.
 
   A window has a label behind it; and as long as the validation's stream is, the

@@ -12,18 +12,18 @@ import numpy as np
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.checkpoint_weights import target_tensors
 from kdtree_jax.io.huggingface import num_parameters
 from kdtree_jax.io.kdtr import Bundle, write_bundle
 from kdtree_jax.io.paths import check_output
-from kdtree_jax.io.unload import target_tensors
 from kdtree_jax.modes.run_config import (
   RunConfig,
   required,
 )
 from kdtree_jax.named_configs import load_recipe
-from kdtree_jax.training.checkpoints import METRICS, Run
+from kdtree_jax.training.checkpoints import METRICS, TrainingRun
 from kdtree_jax.training.corpus import SPLITS, TOKENIZER, Corpus, read_corpus
-from kdtree_jax.training.loop import Data, Evaluation, fit
+from kdtree_jax.training.loop import Evaluation, TrainingData, fit
 from kdtree_jax.training.packing import (
   check_windows,
   window_starts,
@@ -72,7 +72,7 @@ def train(
     UserError: model and corpus do not fit, or the folder has another run.
   """
   check_fit(model, recipe, corpus)
-  run_folder = Run(output, run_identity(model, recipe, corpus))
+  run_folder = TrainingRun(output, run_identity(model, recipe, corpus))
   try:
     return _train(name, model, recipe, corpus, run_folder)
   finally:
@@ -123,13 +123,13 @@ def _train(
   model: ModelConfig,
   recipe: TrainRecipe,
   corpus: Corpus,
-  run_folder: Run,
+  run_folder: TrainingRun,
 ) -> pathlib.Path:
   began = time.perf_counter()
   task = TargetTask(model, recipe.compute_dtype, recipe.router_bias_step)
   # All of the corpus now: somebody may write another before the end.
   tokenizer, test = corpus.tokenizer_path.read_bytes(), corpus.tokens('test')
-  data = Data(
+  data = TrainingData(
     corpus.tokens('train'), corpus.tokens('validation'), corpus.end_of_text
   )
   token_bytes = jnp.asarray(corpus.token_bytes)
@@ -163,7 +163,7 @@ def _train(
   return path
 
 
-def _rate(run_folder: Run) -> int:
+def _rate(run_folder: TrainingRun) -> int:
   """The median of the tokens a second, in which compilation is no part."""
   key = 'tokens_per_second'
   return int(np.median([r[key] for r in run_folder.records if key in r]))

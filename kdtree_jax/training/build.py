@@ -1,10 +1,11 @@
-"""Builds a corpus: documents to a tokenizer, token streams and a manifest."""
+"""Building of a corpus: tokenizer, token streams and manifest of documents."""
 
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,9 @@ from kdtree_jax.training.corpus import (
 from kdtree_jax.training.sources import Document, Skipped, read_documents
 from kdtree_jax.training.streams import as_ids, check_stream, write_arrays
 
-# How text is cut before it is merged: a line break with the indentation that
-# follows is one piece, a word may bring the blank, dot or underscore before it,
-# numbers are cut to three digits, and other signs run together.
+# How text is split before merging: a line break with the indentation after it
+# is one piece, a word may include the space, dot or underscore before it,
+# numbers are split into three digits, and other characters form runs.
 PATTERN = (
   r'\s*\n[ \t]*'
   r'|[ ._]?\p{L}+'
@@ -35,8 +36,8 @@ PATTERN = (
   r'| ?[^\s\p{L}\p{N}]+'
   r'|\s+(?!\S)|\s'
 )
-# Of the train split that the tokenizer learns from: pair counts of more hardly
-# change 4096 merges, and take minutes.
+# The part of the train split that the tokenizer is trained on: more hardly
+# changes 4096 merges and takes minutes.
 TOKENIZER_BYTES = 60_000_000
 MIN_VOCAB, MAX_VOCAB = 256 + 2, 1 << 20
 _AT_ONCE = 512
@@ -53,9 +54,9 @@ def build_corpus(
   Args:
     folders: see `sources.read_documents`.
     output: folder of the corpus; made if it is missing.
-    vocab_size: of the tokenizer, the two special tokens included.
-    max_tokens: most tokens of the train split; documents are then taken in
-      the order of their digests, which is as good as random.
+    vocab_size: size of the vocabulary, the two special tokens included.
+    max_tokens: the most tokens of the train split; documents are then taken in
+      the order of their digests, which is random in effect.
 
   Returns:
     The manifest.
@@ -82,11 +83,11 @@ def build_corpus(
   train = [d.text for d in documents if d.split == 'train']
   sample = _up_to(train, TOKENIZER_BYTES)
   tokenizer = train_tokenizer(sample, vocab_size)
-  spelled = tokenizer.to_str().encode()
+  tokenizer_json = tokenizer.to_str().encode()
   _make_folder(output)
   manifest: dict[str, Any] = {
     'vocab_size': tokenizer.get_vocab_size(),
-    'tokenizer': tokenizer_digest({TOKENIZER: spelled}, TOKENIZER),
+    'tokenizer': tokenizer_digest({TOKENIZER: tokenizer_json}, TOKENIZER),
     'tokenizer_bytes': sum(len(text.encode()) for text in sample),
     'splits': {},
     'skipped_packages': dict(sorted(skipped.packages.items())),
@@ -95,7 +96,7 @@ def build_corpus(
   }
   for split in SPLITS:
     chosen = [d for d in documents if d.split == split]
-    tokens, files = encode(tokenizer, chosen)
+    tokens, files = encode_documents(tokenizer, chosen)
     if split == 'train' and max_tokens is not None:
       tokens, files = _cut(tokens, files, max_tokens)
     check_stream(tokens, split)
@@ -107,7 +108,7 @@ def build_corpus(
       'sha256': tokens_digest(tokens),
     }
     manifest['files'] += files
-  write_atomically(output / TOKENIZER, [spelled])
+  write_atomically(output / TOKENIZER, [tokenizer_json])
   text = json.dumps(manifest, indent=0, ensure_ascii=True)
   write_atomically(output / MANIFEST, [text.encode()])
   return manifest
@@ -118,7 +119,7 @@ def train_tokenizer(
 ) -> tokenizers.Tokenizer:
   """A byte-level BPE whose ids 0 and 1 are the special tokens.
 
-  Lossless: decoding gives back every text, and every text can be encoded.
+  It can encode every text, and decoding restores it.
   """
   tokenizer = tokenizers.Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -138,7 +139,7 @@ def train_tokenizer(
   return tokenizer
 
 
-def encode(
+def encode_documents(
   tokenizer: tokenizers.Tokenizer, documents: Sequence[Document]
 ) -> tuple[np.ndarray, list[dict[str, Any]]]:
   """Documents as one stream of ids, and their manifest entries."""
@@ -146,7 +147,7 @@ def encode(
   size = max(tokenizer.get_vocab().values()) + 1
   parts: list[np.ndarray] = []
   files = []
-  for batch in _batches(documents):
+  for batch in itertools.batched(documents, _AT_ONCE):
     encoded = tokenizer.encode_batch_fast([d.text for d in batch])
     for document, found in zip(batch, encoded, strict=True):
       ids = as_ids(np.array([*found.ids, end]), size, document.path)
@@ -157,16 +158,11 @@ def encode(
   return np.concatenate(parts), files
 
 
-def _batches(documents: Sequence[Document]) -> Iterator[Sequence[Document]]:
-  for first in range(0, len(documents), _AT_ONCE):
-    yield documents[first : first + _AT_ONCE]
-
-
-def _up_to(texts: Sequence[str], limit: int) -> list[str]:
-  """The first texts that together have about `limit` characters."""
+def _up_to(texts: Sequence[str], max_size: int) -> list[str]:
+  """The first texts that together have about `max_size` characters."""
   chosen, size = [], 0
   for text in texts:
-    if size >= limit:
+    if size >= max_size:
       break
     chosen.append(text)
     size += len(text)
@@ -174,11 +170,11 @@ def _up_to(texts: Sequence[str], limit: int) -> list[str]:
 
 
 def _cut(
-  tokens: np.ndarray, files: list[dict[str, Any]], limit: int
+  tokens: np.ndarray, files: list[dict[str, Any]], max_tokens: int
 ) -> tuple[np.ndarray, list[dict[str, Any]]]:
-  """Whole documents up to a number of tokens, at least one."""
+  """The first documents of at most `max_tokens` tokens, at least one."""
   ends = np.cumsum([file['tokens'] for file in files])
-  count = max(1, int(np.searchsorted(ends, limit, side='right')))
+  count = max(1, int(np.searchsorted(ends, max_tokens, side='right')))
   return tokens[: ends[count - 1]], files[:count]
 
 

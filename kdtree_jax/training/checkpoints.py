@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and the line of metrics beside them."""
+"""The folder of a training run: checkpoints and metrics."""
 
 import contextlib
 import errno
@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -27,28 +27,28 @@ from kdtree_jax.io.results import read_jsonl, write_jsonl
 METRICS, RUN, CHECKPOINTS = 'metrics.jsonl', 'run.json', 'checkpoints'
 
 
-class Run:
-  """The folder of one run: what it is, its latest state, its metrics.
+class TrainingRun:
+  """The folder of one training run: its identity, latest state and metrics.
 
-  An existing folder is continued, if it is one of the same run: same model,
-  recipe and data.
+  An existing folder is continued, if model, recipe and data are the same.
 
   Attributes:
-    folder: `run.json`, `metrics.jsonl`, `checkpoints/`.
-    records: of `metrics.jsonl`, in order.
+    folder: holds `run.json`, `metrics.jsonl` and `checkpoints/`.
+    records: the records of `metrics.jsonl`, in order.
   """
 
   def __init__(self, folder: pathlib.Path, identity: Mapping[str, Any]):
     """Opens or makes the folder.
 
     Args:
-      folder: of the run.
-      identity: JSON that says what is trained on what.
+      folder: the run's folder.
+      identity: model, recipe and data, as JSON.
 
     Raises:
       UserError: the folder holds another run or cannot be made.
     """
-    self.folder, self.records = folder, []
+    self.folder = folder
+    self.records: list[dict[str, Any]] = []
     logging.getLogger('absl').setLevel(logging.WARNING)
     text = canonical_json(json.loads(json.dumps(identity)))
     path = folder / RUN
@@ -76,7 +76,7 @@ class Run:
     )
 
   def restore(self, state: Any) -> Any:
-    """The latest state, or the one given where there is none.
+    """The latest saved state, or the given one if there is none.
 
     Drops metrics of steps that will be done again.
     """
@@ -86,30 +86,30 @@ class Run:
       return state
     self.records = [r for r in self.records if r['step'] <= step]
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    with self._naming(step, 'read'):
+    with self._one_line_errors(step, 'read'):
       found = self._manager.restore(
         step, args=ocp.args.StandardRestore(abstract)
       )
-    # By way of the host: tied to no device, as a new state is, it enters the
-    # programs that are compiled already.
+    # By way of the host: committed to no device, as a new state is, the state
+    # fits the programs that are compiled already.
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), found)
 
   def save(self, step: int, state: Any) -> None:
-    """Writes a checkpoint; older ones go when it is whole."""
+    """Writes a checkpoint; older ones are then removed."""
     if self._manager.latest_step() != step:
-      with self._naming(step, 'written'):
+      with self._one_line_errors(step, 'written'):
         self._manager.save(step, args=ocp.args.StandardSave(state))
         self._manager.wait_until_finished()
 
   @contextlib.contextmanager
-  def _naming(self, step: int, done: str) -> Iterator[None]:
-    """One line in the place of what orbax raises and logs."""
+  def _one_line_errors(self, step: int, done: str) -> Generator[None]:
+    """Turns what orbax raises and logs into one line."""
     logger = logging.getLogger('absl')
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
       yield
-    except Exception as e:  # as many types as orbax has parts
+    except Exception as e:  # Orbax raises many types.
       text, full = one_line(e), os.strerror(errno.ENOSPC)
       reason = full if full in text else show(text, 200)
       raise UserError(
@@ -124,13 +124,13 @@ class Run:
     Raises:
       UserError: a value is not finite, or the file cannot be written.
     """
-    check_finite(record['step'], record)
+    check_metrics(int(record['step']), record)
     plain = {key: _number(value) for key, value in record.items()}
     self.records.append(plain)
     write_jsonl(self.folder / METRICS, self.records)
 
   def close(self) -> None:
-    """Ends what orbax runs beside the program."""
+    """Ends the threads of orbax."""
     with contextlib.suppress(Exception):
       self._manager.close()
 
@@ -141,7 +141,7 @@ def _record(record: Any, number: int) -> dict[str, Any]:
   return record
 
 
-def check_finite(step: int, record: Mapping[str, Any]) -> None:
+def check_metrics(step: int, record: Mapping[str, Any]) -> None:
   """Refuses metrics of a run that diverged.
 
   Raises:
@@ -158,7 +158,7 @@ def check_finite(step: int, record: Mapping[str, Any]) -> None:
 
 
 def _differences(there: bytes, text: str) -> str:
-  """In brackets, what differs of two identities."""
+  """The differences of two identities, in brackets."""
   ours, theirs = json.loads(text), parse_json(there)
   if not isinstance(theirs, dict):
     return ''
@@ -179,7 +179,7 @@ def _difference(name: str, there: Any, here: Any) -> str:
 
 
 def _number(value: Any) -> Any:
-  """A JSON value; numbers with what float32 can tell, no more."""
+  """A value as JSON, floats rounded to six digits."""
   value = np.asarray(value)
   if value.dtype.kind != 'f':
     return value.tolist()

@@ -1,15 +1,14 @@
-"""Reads a corpus: a folder that `--mode=make_corpus` wrote.
+"""Reading of a corpus: a folder that `--mode=make_corpus` wrote.
 
 It holds `tokenizer.json`; `train.npz`, `validation.npz` and `test.npz`, each
 with one array `tokens`, uint16 or, for more than 65536 ids, uint32, in which
-every document ends with the end-of-text token; and `manifest.json`, which says
-where each document is from and, since they are written, what tokenizer and
-tokens belong to it, by their digests.
+every document ends with the end-of-text token; and `manifest.json`, which lists
+the documents with their sources and, in newer corpora, digests of tokenizer and
+tokens.
 """
 
 import dataclasses
 import hashlib
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ import tokenizers
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.digests import sha256, short, tokenizer_digest
-from kdtree_jax.io.files import one_line, parse_json
+from kdtree_jax.io.files import StrPath, one_line, parse_json
 from kdtree_jax.training.streams import (
   as_ids,
   check_stream,
@@ -30,23 +29,23 @@ from kdtree_jax.training.streams import (
 SPLITS = ('train', 'validation', 'test')
 MANIFEST, TOKENIZER = 'manifest.json', 'tokenizer.json'
 END_OF_TEXT = '<|kdtree_end_of_text|>'
-# For drafters: no text has it, and a target never learns to say it.
+# The mask token of drafters: it is in no text, so no target generates it.
 MASK = '<|kdtree_mask|>'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-  """A corpus on disk; its splits are read when they are asked for.
+  """A corpus on disk, whose splits are read at the first use.
 
   Attributes:
-    folder: where it is.
+    folder: the corpus's folder.
     manifest: the contents of `manifest.json`.
     vocab_size: one more than the tokenizer's largest id.
     end_of_text: id of the token that ends every document.
-    mask: id of the token that stands for "unknown" in a drafter's block.
-    token_bytes: `[vocab_size]` int32, bytes of text that a token stands for;
-      0 for the two special ones. Bits per byte need it.
-    tokenizer_digest: see `digests.tokenizer_digest`; None: not known.
+    mask: id of the mask token in a drafter's block.
+    token_bytes: `[vocab_size]` int32, bytes of text of each token, 0 for the
+      two special ones; needed for bits per byte.
+    tokenizer_digest: see `digests.tokenizer_digest`; None: unknown.
   """
 
   folder: pathlib.Path
@@ -63,9 +62,7 @@ class Corpus:
     return self.folder / TOKENIZER
 
   def tokens(self, split: str) -> np.ndarray:
-    """`[T]` ids of `train`, `validation` or `test`, read once.
-
-    See `streams.id_dtype` for their dtype.
+    """The ids `[stream]` of a split, in the dtype of `streams.id_dtype`.
 
     Raises:
       UserError: the file is missing, damaged or of another corpus.
@@ -87,7 +84,7 @@ class Corpus:
         'ids: larger ones were wrapped; make the corpus again'
       )
     if tokens.max() >= self.vocab_size:
-      raise UserError(f'{path}: holds ids that the tokenizer has not')
+      raise UserError(f'{path}: holds ids that the tokenizer does not have')
     tokens = as_ids(tokens, self.vocab_size, str(path))
     splits = self.manifest.get('splits')
     entry = splits.get(split) if isinstance(splits, dict) else None
@@ -100,7 +97,7 @@ class Corpus:
     return tokens
 
   def identity(self, *splits: str) -> dict[str, Any]:
-    """What makes these splits of two corpora the same, as JSON."""
+    """Digests by which these splits of two corpora are compared, as JSON."""
     return {
       'tokenizer': self.tokenizer_digest,
       'manifest': sha256(self.manifest),
@@ -108,24 +105,22 @@ class Corpus:
     }
 
   def check_tokenizer(self, files: Mapping[str, bytes], name: str) -> None:
-    """Refuses a target whose ids mean other text than the corpus's.
+    """Refuses a target with another tokenizer.
 
     Args:
-      files: of the target's tokenizer; without any nothing can be told.
-      name: of the target.
+      files: the target's tokenizer files; without any all corpora are accepted.
+      name: the target's name.
 
     Raises:
       UserError: names both.
     """
-    theirs = tokenizer_digest(files, name)
-    if None not in (theirs, self.tokenizer_digest):
-      if theirs != self.tokenizer_digest:
-        raise UserError(
-          f'--corpus={self.folder}: its tokenizer '
-          f'({short(self.tokenizer_digest)}) is not that of the target {name} '
-          f'({short(theirs)}); give the corpus that the target was trained on, '
-          'or make one in its tokens'
-        )
+    ours, theirs = self.tokenizer_digest, tokenizer_digest(files, name)
+    if ours is not None and theirs is not None and ours != theirs:
+      raise UserError(
+        f'--corpus={self.folder}: its tokenizer ({short(ours)}) is not that of '
+        f'the target {name} ({short(theirs)}); give the corpus that the target '
+        'was trained on, or make one in its tokens'
+      )
 
   def check_vocabulary(self, vocab_size: int) -> None:
     """Refuses a target with fewer ids than the corpus.
@@ -146,11 +141,11 @@ class Corpus:
     return [part[:-1] for part in np.split(tokens, ends + 1) if part.size]
 
 
-def read_corpus(folder: os.PathLike | str) -> Corpus:
+def read_corpus(folder: StrPath) -> Corpus:
   """Opens a corpus.
 
   Raises:
-    UserError: no such folder, it is no corpus, or its files are of two.
+    UserError: the folder is missing, is no corpus, or mixes two.
   """
   folder = pathlib.Path(folder)
   try:
@@ -162,7 +157,7 @@ def read_corpus(folder: os.PathLike | str) -> Corpus:
       f'--corpus={folder}: {e.strerror or e}: {MANIFEST}; '
       '--mode=make_corpus makes a corpus'
     ) from e
-  except Exception as e:  # tokenizers raises nothing more special
+  except Exception as e:  # tokenizers raises no narrower type.
     raise UserError(f'--corpus={folder}: is damaged: {one_line(e)}') from e
   if not isinstance(manifest, dict):
     raise UserError(f'--corpus={folder}: {MANIFEST} is no JSON object')
@@ -172,22 +167,21 @@ def read_corpus(folder: os.PathLike | str) -> Corpus:
       f'--corpus={folder}: is damaged: {TOKENIZER} is not the one that '
       f'{MANIFEST} names; make the corpus again'
     )
-  specials = [tokenizer.token_to_id(name) for name in (END_OF_TEXT, MASK)]
-  if None in specials:
+  end, mask = map(tokenizer.token_to_id, (END_OF_TEXT, MASK))
+  if end is None or mask is None:
     raise UserError(
       f'--corpus={folder}: its tokenizer lacks {END_OF_TEXT} or {MASK}'
     )
   vocabulary = tokenizer.get_vocab()
-  # A byte-level vocabulary spells every byte as one character.
   # Ids may have gaps.
   vocab_size = max(vocabulary.values()) + 1
   token_bytes = np.zeros(vocab_size, np.int32)
+  # A byte-level vocabulary writes every byte as one character.
   for text, token in vocabulary.items():
-    token_bytes[token] = 0 if token in specials else len(text)
-  return Corpus(folder, manifest, vocab_size, *specials, token_bytes, digest)
+    token_bytes[token] = 0 if token in (end, mask) else len(text)
+  return Corpus(folder, manifest, vocab_size, end, mask, token_bytes, digest)
 
 
 def tokens_digest(tokens: np.ndarray) -> str:
-  """The SHA-256 of a stream's ids, whatever their type was in a file."""
-  digest = hashlib.sha256(np.ascontiguousarray(tokens))
-  return digest.hexdigest()
+  """The SHA-256 of a stream's ids."""
+  return hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()

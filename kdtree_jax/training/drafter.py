@@ -1,4 +1,4 @@
-"""A DFlash drafter as something to learn, for any target of the engine."""
+"""Training of a DFlash drafter for any target of the engine."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.drafters.dflash import DFlashDrafter, default_target_layer_ids
 from kdtree_jax.errors import UserError
-from kdtree_jax.model import Transformer
-from kdtree_jax.training.acceptance import measure
+from kdtree_jax.io.checkpoint_weights import Params
+from kdtree_jax.model import ForwardOutput, Transformer
 from kdtree_jax.training.drafting import (
   DraftLoss,
   draft_loss,
@@ -21,23 +22,24 @@ from kdtree_jax.training.drafting import (
 )
 from kdtree_jax.training.packing import PackedBatch
 from kdtree_jax.training.recipe import DrafterRecipe
+from kdtree_jax.training.validation import measure_acceptance
 
-# Budgets of the trees that a validation grows.
+# Tree budgets of the validation.
 BUDGETS = (16, 64)
 
 
-def drafter_config(
+def config_from_recipe(
   recipe: DrafterRecipe, target: ModelConfig, mask: int
 ) -> DrafterConfig:
-  """The drafter of a target.
+  """The config of a drafter that a recipe describes.
 
   Args:
     recipe: the drafter's shape.
-    target: whose widths and positions it shares.
-    mask: id of the token that stands for "unknown" in a block.
+    target: the target's config, whose widths and positions it shares.
+    mask: id of the mask token in a block.
 
   Raises:
-    UserError: it does not fit this target.
+    UserError: the recipe does not fit this target.
   """
   longest = recipe.sequence_length + recipe.block_size
   if longest > target.max_position_embeddings:
@@ -69,12 +71,14 @@ def drafter_config(
 
 @dataclasses.dataclass(frozen=True)
 class DraftTask:
-  """See `loop.Task`; its constants are the target's parameters, as stored.
+  """The task (see `loop.Task`) of a drafter that learns from a frozen target.
+
+  Its constants are the target's parameters, as stored.
 
   Attributes:
-    recipe: what the loss and the validation need of it.
-    target: the frozen model.
-    config: of the drafter.
+    recipe: the settings of loss and validation.
+    target: the target's config.
+    config: the drafter's config.
   """
 
   recipe: DrafterRecipe
@@ -86,19 +90,19 @@ class DraftTask:
     drafter = DFlashDrafter(self.config, self.config.block_size)
     return drafter, Transformer(self.target, drafter.tap_layers)
 
-  def init(self, key: jax.Array) -> Any:
+  def init(self, key: jax.Array) -> Params:
     return self._models[0].init_params(key, jnp.float32)
 
   def loss(
-    self, params: Any, constants: Any, batch: PackedBatch, key: jax.Array
-  ) -> tuple[jax.Array, Any]:
+    self, params: Params, constants: Params, batch: PackedBatch, key: jax.Array
+  ) -> tuple[Float32[Array, ''], DraftLoss]:
     out = frozen_forward(self._models[1], constants, batch)
     result = self._loss(params, constants, out, batch, key)
     return result.loss, result
 
   def after_step(
-    self, params: Any, aux: Any
-  ) -> tuple[Any, dict[str, jax.Array]]:
+    self, params: Params, aux: DraftLoss
+  ) -> tuple[Params, dict[str, jax.Array]]:
     count = jnp.maximum(aux.count, 1.0)
     means = {
       'divergence': aux.divergence.sum() / count.sum(),
@@ -108,12 +112,12 @@ class DraftTask:
     return params, means
 
   def evaluate(
-    self, params: Any, constants: Any, batch: PackedBatch, key: jax.Array
+    self, params: Params, constants: Params, batch: PackedBatch, key: jax.Array
   ) -> dict[str, jax.Array]:
     drafter, target = self._models
     out = frozen_forward(target, constants, batch)
     result = self._loss(params, constants, out, batch, key)
-    sums = measure(
+    sums = measure_acceptance(
       drafter,
       self._cast(params),
       target,
@@ -130,12 +134,12 @@ class DraftTask:
     }
 
   def report(self, sums: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Means: divergence from the target in nats, by depth as well.
+    """Means of the sums: divergences from the target in nats, and accuracies.
 
-    `accuracy` holds how often the best token of a slot is the target's after
+    `accuracy` is how often a slot's most probable token is the target's after
     the same text, `text_accuracy` how often it is the text's;
     `expected_acceptance_length` is 1 + sum_k prod_{i <= k} text_accuracy_i;
-    `acceptance_length_*` are measured, see `acceptance.measure`.
+    `acceptance_length_*` are measured, see `measure_acceptance`.
     """
     count = np.maximum(sums['count'], 1)
     accuracy = sums['right'] / np.maximum(sums['slots'], 1)
@@ -152,10 +156,17 @@ class DraftTask:
       found[f'acceptance_length_{name}'] = float(length)
     return found
 
-  def _loss(self, params, constants, out, batch, key) -> DraftLoss:
+  def _loss(
+    self,
+    params: Params,
+    constants: Params,
+    out: ForwardOutput,
+    batch: PackedBatch,
+    key: jax.Array,
+  ) -> DraftLoss:
     drafter, target = self._models
     anchors = sample_anchors(key, batch, self.recipe.anchors)
-    # A window that fills up a batch teaches nothing.
+    # Nothing is learnt from windows that fill up a batch.
     live = batch.counted.any(axis=1, keepdims=True)
     return draft_loss(
       drafter,
@@ -164,12 +175,12 @@ class DraftTask:
       constants,
       out,
       batch,
-      anchors._replace(valid=anchors.valid & live),
+      anchors.replace(valid=anchors.valid & live),
       gamma=self.recipe.gamma,
       prefix_power=self.recipe.prefix_power,
       hard_weight=self.recipe.hard_weight,
     )
 
-  def _cast(self, params: Any) -> Any:
+  def _cast(self, params: Params) -> Params:
     dtype = jnp.dtype(self.recipe.compute_dtype)
     return jax.tree.map(lambda p: p.astype(dtype), params)

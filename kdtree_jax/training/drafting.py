@@ -1,67 +1,71 @@
-"""DFlash in parallel: the blocks of many anchors of a sequence at once.
+"""DFlash in training: blocks at many roots of a sequence in one forward.
 
-Everything here goes through the modules that decode: the same layers, one
-attention, another `View`. An anchor is the root of a block; its context is
-what stands before it in its own document, as after a commit.
+The modules are those of decoding, with another `View` for the attention. An
+anchor is the root of a block; its context are the tokens before it in its
+document, as after a commit.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kdtree_jax.drafters.base import TargetHead
 from kdtree_jax.drafters.dflash import DFlashDrafter, DFlashModel, View
+from kdtree_jax.io.checkpoint_weights import Params
 from kdtree_jax.model import ForwardOutput, Transformer
 from kdtree_jax.training.packing import PackedBatch
 from kdtree_jax.training.target import packed_forward
 from pallas_kernels.quantized import QuantizedArray
 
-# float32 logits that one piece of the loss may hold: 2 GiB.
+# The most float32 logits held at once by the loss: 2 GiB.
 LOGITS_AT_ONCE = 1 << 29
-# With more experts, all of them on all rows is slower than sorting rows.
+# With more experts, running all of them on all rows is slower than sorting.
 FEW_EXPERTS = 32
 
 
-class Anchors(NamedTuple):
+class Anchors(flax.struct.PyTreeNode):
   """Roots of blocks.
 
   Attributes:
-    index: `[B, A]` int32, where in the sequence.
-    valid: `[B, A]` bool; the others fill up and teach nothing.
+    index: index in the sequence.
+    valid: false for padding, from which nothing is learnt.
   """
 
-  index: jax.Array
-  valid: jax.Array
+  index: Int32[Array, 'B anchors']
+  valid: Bool[Array, 'B anchors']
 
 
-class DraftLoss(NamedTuple):
-  """Sums over slots, from which means are taken; D = block_size - 1.
+class DraftLoss(flax.struct.PyTreeNode):
+  """The loss, and sums over slots for means; D = block_size - 1.
 
   Attributes:
-    loss: scalar, the mean that is trained.
-    divergence: `[D]`, sum of KL(target || drafter) in nats.
-    matches: `[D]`, how often both have the same most probable token.
-    count: `[D]`, slots that have a target.
+    loss: the mean that is minimised.
+    divergence: sum of KL(target || drafter) in nats.
+    matches: how often both have the same most probable token.
+    count: slots that have a target.
   """
 
-  loss: jax.Array
-  divergence: jax.Array
-  matches: jax.Array
-  count: jax.Array
+  loss: Float32[Array, '']
+  divergence: Float32[Array, ' D']
+  matches: Float32[Array, ' D']
+  count: Float32[Array, ' D']
 
 
 def sample_anchors(key: jax.Array, batch: PackedBatch, count: int) -> Anchors:
-  """Different anchors of every sequence, each as likely as another.
+  """Different random anchors of every sequence.
 
-  An anchor has a token before and a token behind it in its document.
+  An anchor has a token before and a token after it in its document.
 
   Args:
-    key: consumed.
-    batch: B sequences of T tokens.
-    count: A, at most T.
+    key: random key, used up.
+    batch: the sequences.
+    count: anchors a sequence, at most its length.
   """
   rows, length = batch.tokens.shape
   follows = batch.segments[:, 1:] == batch.segments[:, :-1]
@@ -81,7 +85,7 @@ def every_anchor(batch: PackedBatch) -> Anchors:
 
 
 def view_of(batch: PackedBatch, anchors: Anchors) -> View:
-  """What each block sees: the rows before its root, of the same document."""
+  """The rows that a block attends to: those before its root in its document."""
   index = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
   document = jnp.take_along_axis(batch.segments, anchors.index, axis=1)
   seen = index[None, None, :] < anchors.index[:, :, None]
@@ -91,15 +95,15 @@ def view_of(batch: PackedBatch, anchors: Anchors) -> View:
 
 
 def frozen_forward(
-  model: Transformer, params: Any, batch: PackedBatch
+  model: Transformer, params: Params, batch: PackedBatch
 ) -> ForwardOutput:
-  """The target on packed sequences: every document by itself, no cache.
+  """The target's forward on packed documents, without gradients.
 
   Args:
-    model: with the drafter's taps.
-    params: of the target, as stored; quantised weights are expanded where
-      they are used.
-    batch: B sequences of T tokens.
+    model: the target, with the drafter's taps.
+    params: the target's parameters, as stored; quantised weights are
+      dequantised where they are used.
+    batch: the sequences.
   """
   leaves = jax.tree.leaves(params, is_leaf=_is_quantised)
   dense = model.config.n_routed_experts <= FEW_EXPERTS
@@ -118,63 +122,61 @@ def _is_quantised(value: Any) -> bool:
   return isinstance(value, QuantizedArray)
 
 
-def target_head(model: Transformer, params: Any) -> TargetHead:
+def target_head(model: Transformer, params: Params) -> TargetHead:
   """The frozen target's embedding and head, without gradients into them."""
   variables = {'params': lax.stop_gradient(params)}
 
-  def embed(tokens: jax.Array) -> jax.Array:
-    return model.apply(variables, tokens, method='embed')
-
-  def unembed(hidden: jax.Array) -> jax.Array:
-    return model.apply(variables, hidden, method='unembed')
-
-  return TargetHead(embed, unembed)
+  apply: Any = functools.partial(model.apply, variables)
+  return TargetHead(
+    functools.partial(apply, method='embed'),
+    functools.partial(apply, method='unembed'),
+  )
 
 
 def draft_hidden(
   drafter: DFlashDrafter,
-  params: Any,
+  params: Params,
   head: TargetHead,
-  features: jax.Array,
+  features: Float[Array, 'B T F'],
   batch: PackedBatch,
   anchors: Anchors,
-) -> jax.Array:
-  """The drafter's normed states of slots 1..D: `[B, A, D, H]`.
+) -> Float[Array, 'B anchors D M']:
+  """The drafter's normed hidden states of slots 1..D.
 
   Args:
-    drafter: which architecture.
-    params: its parameters, in the dtype to compute in.
-    head: of the target.
-    features: `[B, T, F]`, the target's taps, in the same dtype.
+    drafter: the drafter's architecture.
+    params: the drafter's parameters, in the dtype to compute in.
+    head: the target's embedding and head.
+    features: the target's taps, in the same dtype.
     batch: the sequences.
-    anchors: A in each.
+    anchors: the roots.
   """
-  model, variables = DFlashModel(drafter.config), {'params': params}
+  model = DFlashModel(drafter.config)
   embed = drafter.ends(params, head).embed
   roots = jnp.take_along_axis(batch.tokens, anchors.index, axis=1)
   embedded = embed(drafter.block(roots)).astype(features.dtype)
-  context = model.apply(variables, features, batch.positions, method='project')
-  hidden = model.apply(
-    variables, embedded, context, view_of(batch, anchors), method='blocks'
-  )
+  apply: Any = functools.partial(model.apply, {'params': params})
+  context = apply(features, batch.positions, method='project')
+  view = view_of(batch, anchors)
+  hidden = apply(embedded, context, view, method='blocks')
   return hidden[:, :, 1 : drafter.block_size]
 
 
 def draft_logits(
   drafter: DFlashDrafter,
-  params: Any,
+  params: Params,
   head: TargetHead,
-  features: jax.Array,
+  features: Float[Array, 'B T F'],
   batch: PackedBatch,
   anchors: Anchors,
-) -> jax.Array:
-  """`[B, A, D, V]` float32, what `drafter.draft` gives at every anchor."""
+) -> Float32[Array, 'B anchors D V']:
+  """The logits that `drafter.draft` gives at every anchor."""
   hidden = draft_hidden(drafter, params, head, features, batch, anchors)
   return drafter.ends(params, head).unembed(hidden)
 
 
 def position_weights(depth: int, gamma: float) -> np.ndarray:
-  """`[depth]` float32: exp(-(k - 1) / gamma) for k = 1..depth (DFlash).
+  """The weights `[depth]` float32 exp(-(k - 1) / gamma), k = 1..depth (DFlash).
 
   A token at depth k counts only if all before it were accepted.
   """
@@ -183,45 +185,45 @@ def position_weights(depth: int, gamma: float) -> np.ndarray:
 
 def draft_loss(
   drafter: DFlashDrafter,
-  params: Any,
+  params: Params,
   target: Transformer,
-  target_params: Any,
+  target_params: Params,
   out: ForwardOutput,
   batch: PackedBatch,
   anchors: Anchors,
   *,
   gamma: float,
-  prefix_power: float,
-  hard_weight: float,
+  prefix_power: float | Float32[Array, ''],
+  hard_weight: float | Float32[Array, ''],
 ) -> DraftLoss:
-  """How far the drafter is from the frozen target, teacher-forced.
+  """The drafter's divergence from the frozen target, teacher-forced.
 
-  Slot k of the block at index a is held to the target's distribution p after
-  token a + k - 1, or rather to what a request draws its token from: p itself
-  at temperature 1, all of it on p's best token at temperature 0. The target of
-  the slot is the mixture of both, `hard_weight` of it the second. Its
-  divergence from the drafter, as calibrated as a best-first tree needs, is
+  Slot k of the block at index a learns the target's distribution p after token
+  a + k - 1, or rather what a request samples from: p itself at temperature 1,
+  the most probable token of p at temperature 0. The slot is trained on the
+  mixture of both, with weight `hard_weight` of the second. So that q stays as
+  calibrated as a best-first tree needs, its divergence is
 
     (1 - hard_weight) KL(p || q) - hard_weight log q(argmax p).
 
-  The loss is the mean over slots by the weights
+  The loss is the mean over slots with the weights
 
     exp(-(k - 1) / gamma) (q(t_1) .. q(t_{k-1}))^prefix_power
 
-  with the text's own tokens t behind the anchor, and no gradient through them:
-  a slot matters as far as the drafter would get there. At prefix_power 1 the
-  products are how often a draft that is drawn from q is accepted so far.
+  for the text's tokens t after the anchor, without gradients through them: a
+  slot counts as far as the drafter would get there. At prefix_power 1 the
+  products are how often a draft sampled from q is accepted so far.
 
   Args:
-    drafter: the architecture.
-    params: of the drafter, in the dtype to compute in.
-    target: with the drafter's taps.
-    target_params: of the target; no gradient flows into them.
+    drafter: the drafter's architecture.
+    params: the drafter's parameters, in the dtype to compute in.
+    target: the target, with the drafter's taps.
+    target_params: the target's parameters; no gradient flows into them.
     out: `frozen_forward` of the batch.
-    batch: B sequences of T tokens.
-    anchors: A in each.
-    gamma: of `position_weights`.
-    prefix_power: at least 0; 0 weighs by depth alone.
+    batch: the sequences.
+    anchors: the roots.
+    gamma: see `position_weights`.
+    prefix_power: at least 0; 0 weights by depth alone.
     hard_weight: 0..1.
   """
   head = target_head(target, target_params)
@@ -238,7 +240,7 @@ def draft_loss(
 
   def of_sequence(operands):
     hidden, tokens, index, drafted, valid = operands
-    logits = target.apply(frozen, hidden[index], method='logits')
+    logits: Any = target.apply(frozen, hidden[index], method='logits')
     terms = _slot_terms(
       jax.nn.log_softmax(lax.stop_gradient(logits), axis=-1),
       jax.nn.log_softmax(unembed(drafted), axis=-1),
@@ -255,48 +257,48 @@ def draft_loss(
   if at_once >= len(out.hidden):
     sums = jax.vmap(of_sequence)(operands)
   else:
-    # In pieces, and again in the backward pass: the logits fill no memory.
+    # In pieces, recomputed in the backward pass, to save the logits' memory.
     sums = lax.map(jax.checkpoint(of_sequence), operands, batch_size=at_once)
   slots, weights, divergence, matches, count = (x.sum(axis=0) for x in sums)
-  # The first slot of an anchor weighs 1: no less, unless there is none.
+  # An anchor's first slot has weight 1, so the sum is below 1 only if empty.
   loss = slots.sum() / jnp.maximum(weights.sum(), 1.0)
   return DraftLoss(loss, divergence, matches, count)
 
 
 def _slot_terms(
-  log_p: jax.Array,
-  log_q: jax.Array,
-  text: jax.Array,
-  by_depth: jax.Array,
-  prefix_power: float,
-  hard_weight: float,
-) -> tuple[jax.Array, ...]:
-  """What `draft_loss` sums over the slots of blocks, `[A, D]` float32 each.
+  log_p: Float32[Array, 'anchors D V'],
+  log_q: Float32[Array, 'anchors D V'],
+  text: Int32[Array, 'anchors D'],
+  by_depth: Float32[Array, ' D'],
+  prefix_power: float | Float32[Array, ''],
+  hard_weight: float | Float32[Array, ''],
+) -> tuple[Float32[Array, 'anchors D'], ...]:
+  """The terms that `draft_loss` sums over slots.
 
   Args:
-    log_p: `[A, D, V]`, of the target.
-    log_q: likewise, of the drafter.
-    text: `[A, D]`, the text's own tokens.
-    by_depth: `[D]` weights.
+    log_p: the target's log-probabilities.
+    log_q: the drafter's log-probabilities.
+    text: the text's own tokens.
+    by_depth: weights of the depths.
     prefix_power: see `draft_loss`.
-    hard_weight: likewise.
+    hard_weight: see `draft_loss`.
 
   Returns:
-    Weighted divergence, weight, KL divergence, whether the best tokens are the
-    same, and 1.
+    Weighted divergence, weight, KL divergence, whether the most probable tokens
+    are the same, and 1.
   """
   best = jnp.argmax(log_p, axis=-1)
   ids = lax.broadcasted_iota(best.dtype, log_p.shape, log_p.ndim - 1)
 
   def log_q_of(chosen):
-    # A sum, not a gather: its gradient is no scatter, and both fuse.
+    # A masked sum instead of a gather, whose gradient would be a scatter.
     return jnp.where(ids == chosen[..., None], log_q, 0.0).sum(axis=-1)
 
   divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
   slots = (1 - hard_weight) * divergence
   slots = slots - hard_weight * log_q_of(best)
-  said = lax.stop_gradient(log_q_of(text.astype(best.dtype)))
-  before = jnp.cumsum(said, axis=-1) - said
+  prefix = lax.stop_gradient(log_q_of(text.astype(best.dtype)))
+  before = jnp.cumsum(prefix, axis=-1) - prefix
   weights = by_depth[None, :] * jnp.exp(prefix_power * before)
   matches = best == jnp.argmax(log_q, axis=-1)
   return (
@@ -308,8 +310,10 @@ def _slot_terms(
   )
 
 
-def has_target(batch: PackedBatch, anchors: Anchors, depth: int) -> jax.Array:
-  """`[B, A, D]`: the slot's position is in the sequence and the document."""
+def has_target(
+  batch: PackedBatch, anchors: Anchors, depth: int
+) -> Bool[Array, 'B anchors D']:
+  """Whether a slot's token is in the same sequence and document."""
   ahead = jnp.arange(1, depth + 1, dtype=jnp.int32)
   index = anchors.index[:, :, None] + ahead[None, None, :]
   length = batch.tokens.shape[1]

@@ -1,4 +1,4 @@
-"""Under which licence a folder of sources is, from what it says itself."""
+"""The licence of a folder of sources, from its metadata or licence text."""
 
 import pathlib
 import re
@@ -9,14 +9,14 @@ from packaging.licenses import (
 )
 from packaging.metadata import parse_email
 
-# SPDX ids that allow redistribution of what is derived, with attribution.
+# SPDX ids of licences that allow to redistribute derived works.
 PERMISSIVE = frozenset(
   '0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause CC0-1.0 CNRI-Python HPND ISC '
   'LLVM-exception MIT MIT-0 MIT-CMU PSF-2.0 Python-2.0 Unlicense ZPL-2.1 '
   'Zlib'.split()
 )
-# Names in classifiers and in the free field `License`, in lower case and
-# without the words that `_known` drops.
+# SPDX ids by the names in classifiers and in the field `License`, in lower case
+# and without the words that `_known` drops.
 _NAMES = {
   'apache 2': 'Apache-2.0',
   'apache 2.0': 'Apache-2.0',
@@ -40,7 +40,7 @@ _NAMES = {
   'zope public': 'ZPL-2.1',
   'zpl 2.1': 'ZPL-2.1',
 }
-# Words of licence texts, for a folder that has nothing but one.
+# Phrases of licence texts, for a folder without metadata.
 _TEXTS = (
   ('PYTHON SOFTWARE FOUNDATION LICENSE', 'PSF-2.0'),
   ('Apache License Version 2.0', 'Apache-2.0'),
@@ -57,8 +57,8 @@ def licence_of_metadata(text: str) -> tuple[str, str | None]:
     text: the contents of METADATA or PKG-INFO (core metadata).
 
   Returns:
-    The package's name, and the SPDX expression, or None if there is none or
-    one of the licences that all apply is not in `PERMISSIVE`.
+    The package's name, and its SPDX expression; None if there is none, or if
+    it requires a licence that is not in `PERMISSIVE`.
   """
   fields, _ = parse_email(text)
   name = fields.get('name', 'unknown')
@@ -78,19 +78,19 @@ def licence_of_metadata(text: str) -> tuple[str, str | None]:
 
 
 def _known(name: str) -> str | None:
-  """The SPDX id of a licence by one of the names that people give it."""
+  """The SPDX id of a licence by one of its usual names."""
   words = re.split(r'[\s,]+', name.lower().strip())
   dropped = ('the', 'license', 'version')
   return _NAMES.get(' '.join(word for word in words if word not in dropped))
 
 
 def _permitted(expression: str) -> str | None:
-  """An SPDX expression if one of its alternatives is permissive throughout."""
+  """An SPDX expression if permissive licences alone satisfy it; else None."""
   try:
     expression = canonicalize_license_expression(expression)
   except InvalidLicenseExpression:
     return None
-  # SPDX's operators bind like those of Python; an exception must be known too.
+  # SPDX's operators bind like Python's; an exception must be permissive too.
   operators = {'AND': 'and', 'OR': 'or', 'WITH': 'and', '(': '(', ')': ')'}
   words = re.findall(r'[()]|[^\s()]+', expression)
   logic = [operators.get(word, str(word in PERMISSIVE)) for word in words]
@@ -112,7 +112,7 @@ def licence_of_folder(folder: pathlib.Path) -> str | None:
 
 
 def _licence_of_text(text: str) -> str | None:
-  """What a licence's own words give away; None if it may be copyleft."""
+  """The SPDX id of a licence text; None if unknown or perhaps copyleft."""
   text = ' '.join(text.split())
   if 'GENERAL PUBLIC LICENSE' in text and 'PYTHON SOFTWARE' not in text:
     return None

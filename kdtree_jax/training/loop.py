@@ -1,19 +1,21 @@
-"""The training loop: one donated step, exact resume, metrics without stalls."""
+"""The training loop: one donated step, exact resume, asynchronous metrics."""
 
 import dataclasses
 import functools
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Int32
 
+from kdtree_jax.io.checkpoint_weights import Params
 from kdtree_jax.keys import Purpose, key_for
-from kdtree_jax.training.checkpoints import Run, check_finite
+from kdtree_jax.training.checkpoints import TrainingRun, check_metrics
 from kdtree_jax.training.packing import (
   PackedBatch,
   gather_windows,
@@ -21,58 +23,56 @@ from kdtree_jax.training.packing import (
   pack,
   window_starts,
 )
-from kdtree_jax.training.progress import Progress
+from kdtree_jax.training.progress import TrainingProgress
 from kdtree_jax.training.recipe import TrainRecipe
 from kdtree_jax.training.streams import check_stream
 
-Params = Any
 
-
+@runtime_checkable
 class Task(Protocol):
-  """What is learnt; hashable.
+  """What a model learns; hashable, with pure methods.
 
-  All methods are pure; `constants` are frozen arrays.
+  `constants` are arrays that training does not change.
   """
 
   def init(self, key: jax.Array) -> Params:
-    """Float32 parameters."""
+    """Initial parameters, float32."""
 
   def loss(
     self, params: Params, constants: Any, batch: PackedBatch, key: jax.Array
   ) -> tuple[jax.Array, Any]:
-    """The float32 scalar to minimise, and what `after_step` wants to know."""
+    """The float32 scalar to minimise, and an input of `after_step`."""
 
   def after_step(
     self, params: Params, aux: Any
   ) -> tuple[Params, dict[str, jax.Array]]:
-    """Changes no gradient makes (a router's bias), and metrics."""
+    """Updates without a gradient, such as a router's bias, and metrics."""
 
   def evaluate(
     self, params: Params, constants: Any, batch: PackedBatch, key: jax.Array
   ) -> dict[str, jax.Array]:
-    """Sums over a batch's sequences; they are added up over batches."""
+    """Sums over a batch's sequences, which are added up over batches."""
 
   def report(self, sums: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Metrics from the sums of `evaluate`: names without a prefix."""
+    """Metrics from the sums of `evaluate`."""
 
 
-@flax.struct.dataclass
-class TrainState:
-  """All that a run's future depends on, besides the data and the recipe.
+class TrainState(flax.struct.PyTreeNode):
+  """All state that a run depends on, besides data and recipe.
 
   Attributes:
-    step: int32 scalar, steps done; also the position in the data.
-    params: float32.
-    opt_state: of `optimizer(recipe)`.
+    step: number of steps done; also the position in the data.
+    params: the parameters, float32.
+    opt_state: the state of `optimizer(recipe)`.
   """
 
-  step: jax.Array
+  step: Int32[Array, '']
   params: Params
   opt_state: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Data:
+class TrainingData:
   """Streams of uint16 or uint32; each document ends with `end_of_text`."""
 
   train: np.ndarray
@@ -85,9 +85,9 @@ class Data:
 
 
 def schedule(recipe: TrainRecipe) -> optax.Schedule:
-  """Learning rates by step: a linear rise, then a cosine if steps are left."""
+  """Learning rates by step: linear warm-up, then a cosine if steps are left."""
   if recipe.warmup_steps == recipe.steps:
-    # optax has no cosine of no steps.
+    # optax refuses a cosine of no steps.
     return optax.linear_schedule(0.0, recipe.learning_rate, recipe.steps)
   return optax.warmup_cosine_decay_schedule(
     init_value=0.0,
@@ -99,7 +99,7 @@ def schedule(recipe: TrainRecipe) -> optax.Schedule:
 
 
 def optimizer(recipe: TrainRecipe) -> optax.GradientTransformation:
-  """AdamW with clipping, warm-up and a cosine; decay of matrices only."""
+  """AdamW with gradient clipping; weights decay in matrices only."""
   return optax.chain(
     optax.clip_by_global_norm(recipe.clip_norm),
     optax.adamw(
@@ -122,24 +122,24 @@ def init_state(task: Task, recipe: TrainRecipe) -> TrainState:
 def fit(
   task: Task,
   recipe: TrainRecipe,
-  data: Data,
-  run: Run,
+  data: TrainingData,
+  run: TrainingRun,
   *,
   constants: Any = None,
   stop_after: int | None = None,
   title: str = 'training',
 ) -> TrainState:
-  """Trains to the end of the recipe's schedule, from where the run stands.
+  """Trains to the end of the recipe's schedule, from the run's last checkpoint.
 
   Args:
     task: what is learnt.
-    recipe: how.
-    data: from what.
-    run: the folder, perhaps with a checkpoint; gets checkpoints and metrics.
-    constants: arrays that the task sees and that do not change.
+    recipe: schedule, optimiser and data order.
+    data: the token streams.
+    run: the run's folder, which gets checkpoints and metrics.
+    constants: arrays that the task uses and that do not change.
     stop_after: ends after this many steps in all, with a checkpoint, as an
       interruption would.
-    title: of the progress bar.
+    title: title of the progress bar.
 
   Returns:
     The last state; it is also the last checkpoint.
@@ -150,7 +150,7 @@ def fit(
   """
   last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
   length = recipe.sequence_length
-  # Refuses a corpus that is too small before anything is compiled.
+  # Refuses a corpus that is too small, before anything is compiled.
   window_starts(len(data.train), length, recipe.batch_size, 0, recipe.seed)
   state = run.restore(init_state(task, recipe))
   tokens = jnp.asarray(data.train)
@@ -159,10 +159,10 @@ def fit(
   step = int(state.step)
   pending: dict[str, jax.Array] | None = None
   clock, clock_step = time.perf_counter(), step
-  with Progress(title, recipe.steps, step) as progress:
+  with TrainingProgress(title, recipe.steps, step) as progress:
 
-    def settle() -> None:
-      """Fetches what was computed a while ago and writes it down."""
+    def write_pending() -> None:
+      """Fetches and writes the metrics of an earlier step."""
       nonlocal pending, clock, clock_step
       if pending is None:
         return
@@ -171,7 +171,7 @@ def fit(
       rate = (at - clock_step) * recipe.tokens_per_step / (now - clock)
       clock, clock_step, pending = now, at, None
       run.log({**values, 'tokens_per_second': round(rate)})
-      progress.show(at, loss=values['loss'], tokens_per_second=rate)
+      progress.show(at, loss=float(values['loss']), tokens_per_second=rate)
 
     while step < last:
       starts = window_starts(
@@ -180,36 +180,35 @@ def fit(
       state, metrics = step_fn(state, tokens, constants, starts)
       step += 1
       if step % recipe.log_every == 0 or step == last:
-        # The device has the next steps already while the host waits for these.
-        settle()
+        # The device works on later steps while the host waits for these.
+        write_pending()
         pending = metrics
       if step % recipe.validate_every == 0 or step == recipe.steps:
-        settle()
+        write_pending()
         began = time.perf_counter()
         found = validate(
           state.params,
           data.validation,
           constants,
-          limit=recipe.validation_sequences,
+          max_windows=recipe.validation_sequences,
         )
         found = {f'validation_{key}': value for key, value in found.items()}
         run.log({'step': step, **found})
-        progress.say(step, found)
+        progress.print_metrics(step, found)
         clock += time.perf_counter() - began
       if step % recipe.checkpoint_every == 0 or step == last:
-        settle()
+        write_pending()
         began = time.perf_counter()
-        check_finite(step, jax.device_get(metrics))
+        check_metrics(step, jax.device_get(metrics))
         run.save(step, state)
         clock += time.perf_counter() - began
   return state
 
 
-# A process that trains the same twice, as an interrupted one does in tests,
-# compiles once.
+# Cached, so that a process that resumes a run compiles once.
 @functools.lru_cache(maxsize=4)
 def _step(task: Task, recipe: TrainRecipe, end_of_text: int):
-  """One step of the optimiser as a compiled function that takes its state."""
+  """One step of the optimiser, compiled; it donates its state."""
   transform = optimizer(recipe)
 
   def step(state, tokens, constants, starts):
@@ -225,8 +224,8 @@ def _step(task: Task, recipe: TrainRecipe, end_of_text: int):
       updates, opt_state = transform.update(
         gradient, state.opt_state, state.params
       )
-    params = optax.apply_updates(state.params, updates)
-    params, metrics = task.after_step(params, aux)
+    updated: Any = optax.apply_updates(state.params, updates)
+    params, metrics = task.after_step(updated, aux)
     new = TrainState(state.step + 1, params, opt_state)
     metrics = {
       'step': new.step,
@@ -241,7 +240,7 @@ def _step(task: Task, recipe: TrainRecipe, end_of_text: int):
 
 @functools.lru_cache(maxsize=4)
 def _sums(task: Task, recipe: TrainRecipe, end_of_text: int):
-  """The sums of one batch of `Evaluation` as a compiled function."""
+  """The sums of one batch of `Evaluation`, compiled."""
 
   def sums(params, constants, tokens, starts, live, number):
     windows = gather_windows(tokens, starts, recipe.sequence_length)
@@ -255,7 +254,7 @@ def _sums(task: Task, recipe: TrainRecipe, end_of_text: int):
 
 
 class Evaluation:
-  """Sums of a task over a split."""
+  """A task's report on a split."""
 
   def __init__(self, task: Task, recipe: TrainRecipe, end_of_text: int):
     self._task, self._recipe = task, recipe
@@ -267,17 +266,17 @@ class Evaluation:
     tokens: np.ndarray,
     constants: Any = None,
     *,
-    limit: int | None = None,
+    max_windows: int | None = None,
   ) -> dict[str, Any]:
-    """The task's report on the first `limit` windows of a stream, or on all.
+    """Reports on the first `max_windows` windows of a stream, or on all.
 
-    Windows follow each other without a gap. Those that fill up the last batch
-    are not `counted`, and neither may a task's sums count them.
+    Windows follow each other without a gap. Windows that fill up the last batch
+    have no `counted` token, and a task's sums must not count them.
     """
     size = self._recipe.batch_size
     length = self._recipe.sequence_length
     count = num_windows(len(tokens), length)
-    count = count if limit is None else min(count, limit)
+    count = count if max_windows is None else min(count, max_windows)
     on_device = jnp.asarray(tokens)
     found: list[Any] = []
     for number, first in enumerate(range(0, count, size)):
@@ -289,12 +288,12 @@ class Evaluation:
       )
     if not found:
       return {}
-    # On the host, as 32 bits do not hold the bytes of a large split.
+    # On the host, because the bytes of a large split exceed 32 bits.
     total = jax.tree.map(_sum, *jax.device_get(found))
     return self._task.report(total)
 
 
 def _sum(*values: np.ndarray) -> np.ndarray:
-  """The sum of a batch's arrays, in 64 bits."""
+  """The sum over batches, in 64 bits."""
   wide = np.float64 if values[0].dtype.kind == 'f' else np.int64
-  return np.sum(values, axis=0, dtype=wide)
+  return np.asarray(np.sum(values, axis=0, dtype=wide))

@@ -1,43 +1,42 @@
-"""Windows of a token stream as sequences of documents that do not meet."""
+"""Windows of a token stream as sequences of separate documents."""
 
 import functools
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Int32, UInt, UInt32
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.training.streams import check_length
 
 
-@flax.struct.dataclass
-class PackedBatch:
-  """B windows of L tokens, each a row of whole and cut documents.
+class PackedBatch(flax.struct.PyTreeNode):
+  """B windows of T tokens, each a sequence of whole and cut documents.
 
   Attributes:
-    tokens: `[B, L]` int32.
-    labels: `[B, L]` int32, the token after each.
-    counted: `[B, L]` bool; false where the label begins another document.
-    positions: `[B, L]` int32, from the beginning of the document in the window.
-    segments: `[B, L]` int32, number of the document in the window, from 0.
-    ancestors: `[B, L, ceil(L / 32)]` uint32, bit j of row i: token i sees j,
-      that is, j <= i in the same document; the mask of a target's forward.
+    tokens: the tokens.
+    labels: the token after each.
+    counted: false where the label begins another document.
+    positions: index in the part of the document that is in the window.
+    segments: number of the document in the window, from 0.
+    ancestors: bit j of row i: token i attends to j, that is, j <= i in the same
+      document; the mask of a target's forward.
   """
 
-  tokens: jax.Array
-  labels: jax.Array
-  counted: jax.Array
-  positions: jax.Array
-  segments: jax.Array
-  ancestors: jax.Array
+  tokens: Int32[Array, 'B T']
+  labels: Int32[Array, 'B T']
+  counted: Bool[Array, 'B T']
+  positions: Int32[Array, 'B T']
+  segments: Int32[Array, 'B T']
+  ancestors: UInt32[Array, 'B T words']
 
 
-def pack(windows: jax.Array, end_of_text: int) -> PackedBatch:
-  """Splits `[B, L + 1]` int32 windows into documents.
+def pack(windows: Int32[Array, 'B window'], end_of_text: int) -> PackedBatch:
+  """Splits windows of T + 1 tokens into documents.
 
-  A document ends with `end_of_text`; the next one begins after it.
+  A document ends with `end_of_text`.
   """
   tokens, labels = windows[:, :-1], windows[:, 1:]
   batch, n = tokens.shape
@@ -58,8 +57,8 @@ def pack(windows: jax.Array, end_of_text: int) -> PackedBatch:
   )
 
 
-def pack_bits(mask: jax.Array) -> jax.Array:
-  """`[..., N]` bool to uint32 words; 32 w + i is bit i of word w."""
+def pack_bits(mask: Bool[Array, '*batch N']) -> UInt32[Array, '*batch words']:
+  """Packs a mask into words; element 32 w + i is bit i of word w."""
   n = mask.shape[-1]
   padding = [(0, 0)] * (mask.ndim - 1) + [(0, -n % 32)]
   words = jnp.pad(mask, padding).reshape(*mask.shape[:-1], -1, 32)
@@ -71,9 +70,9 @@ def pack_bits(mask: jax.Array) -> jax.Array:
 
 
 def gather_windows(
-  tokens: jax.Array, starts: jax.Array, length: int
-) -> jax.Array:
-  """`[T]` unsigned tokens and `[B]` int32 starts to `[B, length + 1]` int32.
+  tokens: UInt[Array, ' stream'], starts: Int32[Array, ' B'], length: int
+) -> Int32[Array, 'B window']:
+  """The windows of `length + 1` tokens at these starts.
 
   Ids are below 2^31, as vocabularies are.
   """
@@ -82,15 +81,15 @@ def gather_windows(
 
 
 def num_windows(num_tokens: int, length: int) -> int:
-  """Windows of `length` labels that a stream holds; none shares a label."""
+  """Number of windows of `length` labels in a stream; none shares a label."""
   return max(0, (num_tokens - 1) // length)
 
 
 def check_windows(num_tokens: int, length: int, split: str) -> None:
-  """Refuses a split that is too short to be measured on.
+  """Refuses a split without a window of `length` labels.
 
   Raises:
-    UserError: it holds no window of `length` labels.
+    UserError: names the split.
   """
   if not num_windows(num_tokens, length):
     raise UserError(
@@ -103,16 +102,16 @@ def check_windows(num_tokens: int, length: int, split: str) -> None:
 def window_starts(
   num_tokens: int, length: int, batch: int, step: int, seed: int
 ) -> np.ndarray:
-  """The `[batch]` int32 starts of a step's windows, a function of the step.
+  """The starts `[batch]` int32 of a step's windows, which depend on it alone.
 
-  An epoch visits every window once, in an order and with an offset of its own;
-  what fills no whole batch is left out.
+  An epoch visits every window once, in random order and with a random offset;
+  windows that fill no whole batch are left out.
 
   Raises:
     UserError: the stream does not fill one batch, or is too long for int32.
   """
   check_length(num_tokens, 'the train split')
-  # One window less, so that there is room for the offset.
+  # One window less leaves room for the offset.
   windows = num_windows(num_tokens, length) - 1
   steps = windows // batch
   if steps < 1:

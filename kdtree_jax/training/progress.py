@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of training: a bar on a terminal, lines elsewhere."""
 
 import sys
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ import rich.console
 import rich.progress
 
 
-class Progress:
-  """A context that shows steps on standard error."""
+class TrainingProgress:
+  """A context that shows the steps done on standard error."""
 
   def __init__(self, title: str, steps: int, done: int):
-    self._title, self._steps = title, steps
+    self._title, self._steps, self._note = title, steps, ''
     self._bar = rich.progress.Progress(
       rich.progress.TextColumn('{task.description}'),
       rich.progress.BarColumn(),
@@ -24,7 +24,7 @@ class Progress:
     )
     self._task = self._bar.add_task(title, total=steps, completed=done, note='')
 
-  def __enter__(self) -> 'Progress':
+  def __enter__(self) -> 'TrainingProgress':
     self._bar.start()
     return self
 
@@ -37,15 +37,15 @@ class Progress:
     self._note = note
     self._bar.update(self._task, completed=step, note=note)
 
-  def say(self, step: int, metrics: Mapping[str, Any]) -> None:
-    """One line that stays."""
+  def print_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Prints a line of metrics above the bar."""
     parts = [
       f'{name} {value:.4g}'
       for name, value in metrics.items()
       if isinstance(value, float)
     ]
-    note = getattr(self, '_note', '')
-    text = f'{self._title} {step}/{self._steps}: {"; ".join([*parts, note])}'
+    parts = '; '.join([*parts, self._note])
+    text = f'{self._title} {step}/{self._steps}: {parts}'
     if self._bar.disable:
       print(text, file=sys.stderr, flush=True)
     else:

@@ -8,10 +8,10 @@ from kdtree_jax.decode.sampling import SamplingConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.schema import check_types
 
-# The range of a value: a test, and what a message says otherwise.
+# The range of a value: a test, and the message if it fails.
 Range = tuple[Callable[[float], bool], str]
 _COUNT: Range = (lambda x: x >= 1, 'is below 1')
-_FROM_0: Range = (lambda x: 0 <= x < math.inf, 'is below 0 or not finite')
+_NOT_NEGATIVE: Range = (lambda x: 0 <= x < math.inf, 'is below 0 or not finite')
 _POSITIVE: Range = (lambda x: 0 < x < math.inf, 'is not positive and finite')
 _DECAY: Range = (lambda x: 0 <= x < 1, 'is not in 0..1, without 1')
 _RANGES: dict[str, Range] = {
@@ -22,7 +22,8 @@ _RANGES: dict[str, Range] = {
   ),
   **dict.fromkeys(('learning_rate', 'clip_norm'), _POSITIVE),
   **dict.fromkeys(
-    'final_learning_rate weight_decay router_bias_step seed'.split(), _FROM_0
+    'final_learning_rate weight_decay router_bias_step seed'.split(),
+    _NOT_NEGATIVE,
   ),
   **dict.fromkeys(('beta1', 'beta2'), _DECAY),
 }
@@ -35,17 +36,17 @@ _DRAFTER_RANGES: dict[str, Range] = {
   'rollouts': (lambda x: 0 <= x <= 1 << 30, 'is not in 0..1073741824'),
   'validation_rollouts': (lambda x: 1 <= x <= 1 << 20, 'is not in 1..1048576'),
   'gamma': _POSITIVE,
-  'prefix_power': _FROM_0,
+  'prefix_power': _NOT_NEGATIVE,
   'hard_weight': (lambda x: 0 <= x <= 1, 'is not in 0..1'),
   'rollout_share': (lambda x: 0 <= x <= 0.99, 'is not in 0..0.99'),
 }
 
 
 def _check_ranges(recipe: 'TrainRecipe', ranges: dict[str, Range]) -> None:
-  for name, (holds, otherwise) in ranges.items():
+  for name, (is_valid, problem) in ranges.items():
     value = getattr(recipe, name)
-    if not holds(value):
-      raise UserError(f'recipe: {name}={value} {otherwise}')
+    if not is_valid(value):
+      raise UserError(f'recipe: {name}={value} {problem}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,23 +57,24 @@ class TrainRecipe:
   learning rate rises linearly and falls along a cosine.
 
   Attributes:
-    steps: of the optimiser, the whole schedule.
+    steps: steps of the optimiser in the whole schedule.
     batch_size: sequences a step.
     sequence_length: tokens a sequence; one more is read, as the last label.
-    learning_rate: at the end of the warm-up.
-    final_learning_rate: at the last step.
-    warmup_steps: of them the learning rate rises.
-    weight_decay: of matrices; vectors have none.
-    beta1: of Adam; likewise `beta2`.
-    beta2: see `beta1`.
+    learning_rate: learning rate at the end of the warm-up.
+    final_learning_rate: learning rate at the last step.
+    warmup_steps: steps in which the learning rate rises.
+    weight_decay: weight decay of matrices; vectors have none.
+    beta1: Adam's decay rate of first moments.
+    beta2: Adam's decay rate of second moments.
     clip_norm: the largest global norm of a gradient.
     router_bias_step: u of the balancing without auxiliary loss (DeepSeek-V3,
       arXiv 2412.19437, sec. 2.1.2).
-    compute_dtype: of a forward; parameters and optimiser are float32.
-    seed: of parameters and data order.
+    compute_dtype: dtype of a forward; parameters and optimiser are float32.
+    seed: seed of parameters and data order.
     log_every: steps between two records of metrics.
     validate_every: steps between two validations.
-    validation_sequences: how many, always the first ones of the split.
+    validation_sequences: number of sequences of a validation, always the first
+      ones of the split.
     checkpoint_every: steps between two checkpoints.
   """
 
@@ -118,9 +120,9 @@ class TrainRecipe:
     return self.batch_size * self.sequence_length
 
   def with_steps(self, steps: int | None) -> 'TrainRecipe':
-    """The same recipe with another length.
+    """The same recipe with another number of steps.
 
-    The warm-up is at most a tenth, rounded up, and leaves a step after it.
+    The warm-up is at most a tenth, rounded up, and ends before the last step.
     """
     if steps is None:
       return self
@@ -135,27 +137,29 @@ class DrafterRecipe(TrainRecipe):
   """A drafter's shape and how it is trained; widths are the target's.
 
   Attributes:
-    num_hidden_layers: of the drafter, as the next four.
-    num_attention_heads: see `num_hidden_layers`.
-    num_key_value_heads: see `num_hidden_layers`.
-    head_dim: see `num_hidden_layers`.
-    intermediate_size: see `num_hidden_layers`.
+    num_hidden_layers: layers of the drafter.
+    num_attention_heads: its heads of queries.
+    num_key_value_heads: its heads of keys and values.
+    head_dim: width of a head.
+    intermediate_size: width of its MLP.
     block_size: 1 + positions drafted.
-    target_layer_ids: taps; None: one a drafter's layer, by z-lab's rule.
+    target_layer_ids: taps; None: one for each layer of the drafter, by z-lab's
+      rule.
     anchors: blocks of a sequence, at most its length.
-    gamma: of the weights exp(-(k - 1) / gamma) of the depths k.
-    prefix_power: how much a slot's weight depends on how probable the drafter
-      finds what stands before it; 0 for not at all; see `drafting.draft_loss`.
-    hard_weight: share of the target's best token in what a slot is held to;
-      see `drafting.draft_loss`.
+    gamma: gamma of the weights exp(-(k - 1) / gamma) of the depths k.
+    prefix_power: how much a slot's weight depends on the drafter's probability
+      of the tokens before it; 0: not at all; see `drafting.draft_loss`.
+    hard_weight: weight of the target's most probable token in what a slot is
+      trained on; see `drafting.draft_loss`.
     rollouts: prompts from the corpus that the target continues before the
-      training starts: drafts are judged on what the target says. 0 for none.
-    rollout_share: of the training tokens, those of rollouts, repeated or cut.
-    rollout_tokens: new tokens of each.
-    prompt_tokens: of the prompts, an equal share for each length, so that the
-      target also speaks far from a beginning; the validation has the first.
-    temperatures: of the rollouts in turn.
-    validation_rollouts: greedy ones, which the last validation measures.
+      training starts, so that drafts are trained on its own text; 0 for none.
+    rollout_share: share of rollouts in the training tokens; they are repeated
+      or cut to reach it.
+    rollout_tokens: new tokens of each rollout.
+    prompt_tokens: lengths of the prompts, each for an equal share of them; the
+      validation uses the first.
+    temperatures: temperatures of the rollouts in turn.
+    validation_rollouts: number of greedy rollouts of the last validation.
   """
 
   num_hidden_layers: int

@@ -1,10 +1,9 @@
-"""Token streams in memory and in files: ids as narrow as a vocabulary allows.
+"""Token streams in memory and in files, in the narrowest dtype of their ids.
 
-The only place where ids take a narrower type, and never without a look at
-their range: a cast wraps silently.
+Ids take a narrower dtype only here, after a check of their range, because a
+cast would wrap silently.
 """
 
-import os
 import pathlib
 import zipfile
 import zlib
@@ -13,9 +12,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import one_line, replacing
+from kdtree_jax.io.files import StrPath, one_line, replacing
 
-# A place in a stream is int32 on the device.
+# An index into a stream is int32 on the device.
 MAX_TOKENS = 2**31 - 1
 _BROKEN = (
   *(OSError, ValueError, KeyError, EOFError, NotImplementedError),
@@ -24,20 +23,20 @@ _BROKEN = (
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-  """The type of a stream's ids: uint16 where it holds all, else uint32."""
+  """The dtype of ids: uint16 if it holds the vocabulary, else uint32."""
   return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def as_ids(values: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
-  """Token ids in the type of their vocabulary, same shape.
+  """Token ids in the dtype of their vocabulary.
 
   Args:
-    values: integers.
-    vocab_size: ids are below it.
-    where: they come from, for the message.
+    values: integers of any shape.
+    vocab_size: size of the vocabulary.
+    where: source of the ids, for messages.
 
   Raises:
-    UserError: no integers, or one outside the vocabulary.
+    UserError: the values are no integers, or one is outside the vocabulary.
   """
   values = np.asarray(values)
   if values.dtype.kind not in 'iu':
@@ -51,14 +50,14 @@ def as_ids(values: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
 
 
 def check_stream(tokens: np.ndarray, where: str) -> None:
-  """Refuses a stream that would be read wrongly.
+  """Refuses a stream of another shape or dtype, or one that is too long.
 
   Args:
-    tokens: `[T]` ids.
-    where: they come from, for the message.
+    tokens: ids.
+    where: source of the ids, for messages.
 
   Raises:
-    UserError: not a row of uint16 or uint32, or too long for int32 places.
+    UserError: not a row of uint16 or uint32, or too long for int32 indices.
   """
   if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
     raise UserError(
@@ -69,10 +68,10 @@ def check_stream(tokens: np.ndarray, where: str) -> None:
 
 
 def check_length(num_tokens: int, where: str) -> None:
-  """Refuses a stream whose places would wrap.
+  """Refuses a stream that is too long for int32 indices.
 
   Raises:
-    UserError: it is too long.
+    UserError: names the stream.
   """
   if num_tokens > MAX_TOKENS:
     raise UserError(
@@ -81,25 +80,25 @@ def check_length(num_tokens: int, where: str) -> None:
     )
 
 
-def read_arrays(path: os.PathLike | str) -> dict[str, np.ndarray]:
+def read_arrays(path: StrPath) -> dict[str, np.ndarray]:
   """All arrays of a `.npz` file.
 
   Raises:
-    UserError: it is missing or damaged.
+    UserError: the file is missing or damaged.
   """
   try:
     # Opened here, because np.load leaves a broken archive open.
     with open(path, 'rb') as file, np.load(file) as arrays:
       return {name: arrays[name] for name in arrays.files}
-  except (*_BROKEN, TypeError) as e:  # A lone .npy is no archive.
+  except (*_BROKEN, TypeError) as e:  # TypeError: a single .npy.
     raise UserError(f'{path}: cannot be read: {one_line(e)}') from e
 
 
 def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-  """Writes a `.npz` file, the whole of it or nothing.
+  """Writes a `.npz` file atomically.
 
   Raises:
     UserError: the file cannot be written.
   """
   with replacing(path) as temporary, open(temporary, 'wb') as file:
-    np.savez_compressed(file, **arrays)
+    np.savez_compressed(file, allow_pickle=False, **arrays)

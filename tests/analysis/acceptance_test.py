@@ -175,7 +175,7 @@ def test_rows_of_a_sweep():
   assert tree.acceptance.mean == 3 and tree.over_chain.mean == 3 / (12 / 5)
   assert tree.matches == (1, 2) and ar.matches == (0, 0)
   by_target, by_text = rows[5:]
-  assert not by_target.setting.by_text and by_target.counts is None
+  assert not by_target.setting.accept_text and by_target.counts is None
   assert by_target.acceptance.mean == 2 and by_text.acceptance.mean == 1.5
   assert by_text.before_loops is None and chain.before_loops.mean == 12 / 5
   assert report.detail_tree(rows) is tree

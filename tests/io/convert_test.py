@@ -106,12 +106,12 @@ def test_every_variant_can_be_said(name):
     assert model_config(raw) == config
 
 
-def test_what_cannot_be_said():
+def test_what_cannot_be_stated():
   config = dataclasses.replace(load_config('softmax_yarn'), norm_topk_prob=True)
   with pytest.raises(UserError, match='norm_topk_prob is True, which'):
     export.target_json(config)
   drafter = dataclasses.replace(fixtures.DRAFTER_CONFIG, own_embedding=True)
-  with pytest.raises(UserError, match='own_embedding=True cannot be said'):
+  with pytest.raises(UserError, match='own_embedding=True cannot be stated'):
     export.drafter_json(drafter)
   sliding = dataclasses.replace(
     fixtures.DRAFTER_CONFIG,

@@ -409,7 +409,7 @@ WEIGHT_FAULTS = {
   ),
   'double': (
     lambda t: t.update({NORM: t[NORM].astype(np.float64)}),
-    'has dtype float64; supported',
+    'has dtype F64; supported',
   ),
   'two names': (
     lambda t: t.update({'language_model.' + NORM: t[NORM]}),
@@ -683,7 +683,7 @@ def test_a_multimodal_wrapper_is_unwrapped():
     ),
     (
       {'text_config': text | {'quantization_config': {'quant_method': 'x'}}},
-      "text_config: quantization_config: quant_method says 'x'",
+      "text_config: quantization_config: quant_method is 'x'",
     ),
   ):
     with pytest.raises(CheckpointError, match=match):

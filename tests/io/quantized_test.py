@@ -170,8 +170,10 @@ def test_the_loop_never_holds_all_experts_expanded(name, stored, expanded):
 
 def test_bfloat16_rounds_products_once():
   stored = load(FP8, tensors_of(FP8), dtype=jnp.bfloat16)
-  plain = load(FP8, tensors_of(FP8), dtype=jnp.bfloat16, expanded=jnp.bfloat16)
-  rounded = load(FP8, tensors_of(FP8), expanded=jnp.bfloat16)
+  plain = load(
+    FP8, tensors_of(FP8), dtype=jnp.bfloat16, weights_dtype=jnp.bfloat16
+  )
+  rounded = load(FP8, tensors_of(FP8), weights_dtype=jnp.bfloat16)
   for path in (('o_proj', 'weight'), ('k_b_proj',)):
     a, b, c = (
       tree['layers_0']['self_attn'] for tree in (stored, plain, rounded)
@@ -233,7 +235,7 @@ def test_a_written_checkpoint_in_int4(tmp_path):
     if '.experts.' in name and '.layers.1.' in name:
       packed, scale, exact[name] = quantize.int4(raw.pop(name), group=8)
       raw[name + '_packed'], raw[name + '_scale'] = packed, scale
-  got = load('moonlight', raw, config, expanded=jnp.float32)
+  got = load('moonlight', raw, config, weights_dtype=jnp.float32)
   wanted = load('moonlight', exact)
   jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
@@ -403,19 +405,19 @@ def weights_key(**change):
 
 
 SETTINGS = [
-  ({'quant_method': 'awq', 'bits': 4}, 'says AWQ, unsupported; supported: com'),
-  ({'quant_method': 'gptq'}, 'says GPTQ'),
-  ({'quant_method': 'mxfp4'}, 'says MXFP4'),
+  ({'quant_method': 'awq', 'bits': 4}, 'is AWQ, unsupported; supported: com'),
+  ({'quant_method': 'gptq'}, 'is GPTQ'),
+  ({'quant_method': 'mxfp4'}, 'is MXFP4'),
   ({'quant_method': 'modelopt', 'quant_algo': 'NVFP4'}, "ModelOpt 'NVFP4'"),
-  ({'quant_method': 'x'}, "says 'x'"),
+  ({'quant_method': 'x'}, "is 'x'"),
   ({}, None),
-  (settings_of(INT4) | {'format': 'nvfp4-pack-quantized'}, 'says NVFP4'),
-  (settings_of(INT4) | {'format': 'mxfp4-pack-quantized'}, 'says MXFP4'),
-  (settings_of(INT4) | {'format': 'odd'}, "says 'odd'"),
+  (settings_of(INT4) | {'format': 'nvfp4-pack-quantized'}, 'is NVFP4'),
+  (settings_of(INT4) | {'format': 'mxfp4-pack-quantized'}, 'is MXFP4'),
+  (settings_of(INT4) | {'format': 'odd'}, "is 'odd'"),
   (settings_of(INT4) | {'config_groups': {}}, 'not one group'),
   (settings_of(INT4) | {'kv_cache_scheme': {'num_bits': 8}}, 'kv_cache_scheme'),
   (settings_of(INT4) | {'sparsity_config': {'format': 'x'}}, 'sparsity_config'),
-  (weights_key(symmetric=False), 'says asymmetric INT4'),
+  (weights_key(symmetric=False), 'is asymmetric INT4'),
   (weights_key(num_bits=8), '8 bits'),
   (weights_key(type='float'), "4 bits of type 'float'"),
   (weights_key(strategy='channel'), "strategy is 'channel'; only 'group'"),
@@ -424,7 +426,7 @@ SETTINGS = [
   (weights_key(group_size=12), 'group_size is 12'),
   (weights_key(group_size=None), 'group_size is missing'),
   (weights_key(odd=1), 'odd'),
-  (settings_of(FP8) | {'fmt': 'e5m2'}, "says 'e5m2'"),
+  (settings_of(FP8) | {'fmt': 'e5m2'}, "is 'e5m2'"),
   (settings_of(FP8) | {'activation_scheme': 'static'}, 'activation_scheme'),
   (settings_of(FP8) | {'weight_block_size': [128]}, 'no block'),
   (settings_of(FP8) | {'weight_block_size': [0, 128]}, 'no block'),
@@ -465,7 +467,7 @@ def test_a_config_that_contradicts_the_tensors():
   with pytest.raises(CheckpointError, match='stored as fp8, but the config'):
     load(FP8, tensors_of(FP8), plain)
   plain['quantization_config'] = settings_of(INT4)
-  with pytest.raises(CheckpointError, match='the config says int4'):
+  with pytest.raises(CheckpointError, match='the config states int4'):
     load(FP8, tensors_of(FP8), plain)
   raw = fixtures.raw_config('moonlight', quantization_config=settings_of(FP8))
   with pytest.raises(CheckpointError, match='no tensor is stored so'):

@@ -353,7 +353,7 @@ def test_whatever_a_template_does_with_a_content(tmp_path, expression, wanted):
 
 def test_nobody_can_write_a_placeholder(tmp_path):
   tokenizer = load(tmp_path, chat_template=CHATML)
-  hidden = tokenizer._backend.hidden
+  hidden = tokenizer._backend.escapes
   other = type(hidden)(SPECIALS)
   content = f'{other.placeholder("<|end|>")}<s>\uf000\ue100\uf001'
   ids = tokenizer.encode_chat(said(content))

@@ -138,7 +138,7 @@ def test_what_cannot_be_described(tmp_path):
     describe(tmp_path / 'x.kdtr')
   raw = raw_config('moonlight', quantization_config={'quant_method': 'awq'})
   (tmp_path / 'config.json').write_text(json.dumps(raw))
-  with pytest.raises(UserError, match='says AWQ, unsupported'):
+  with pytest.raises(UserError, match='is AWQ, unsupported'):
     describe(tmp_path)
 
 

@@ -246,7 +246,7 @@ def test_damage(tmp_path):
   corpus = read_corpus(tmp_path / 'corpus')
   path = tmp_path / 'corpus' / 'test.npz'
   np.savez(path, tokens=np.array([1, 300], np.uint16))
-  with pytest.raises(UserError, match='ids that the tokenizer has not'):
+  with pytest.raises(UserError, match='ids that the tokenizer does not have'):
     corpus.tokens('test')
   path.write_bytes(b'no archive')
   with pytest.raises(UserError, match='cannot be read'):

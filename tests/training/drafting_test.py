@@ -13,7 +13,7 @@ from kdtree_jax.config import SLIDING
 from kdtree_jax.drafters.attention import block_attention
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.model import Transformer
-from kdtree_jax.training import acceptance, drafting
+from kdtree_jax.training import drafting, validation
 from kdtree_jax.training.packing import pack
 from tests import support
 
@@ -341,7 +341,7 @@ def test_acceptance_lengths_by_hand():
   ):
     probabilities[row, depth, token] = p
   logits = jnp.asarray(np.log(probabilities), jnp.float32)
-  lengths = jax.jit(acceptance.acceptance_lengths, static_argnums=2)(
+  lengths = jax.jit(validation.acceptance_lengths, static_argnums=2)(
     logits, following, (2, 5)
   )
   # Of two nodes the better chain has both; of five the other one three, too.
@@ -353,7 +353,7 @@ def test_rounds_go_from_root_to_root():
   allowed = jnp.array([True, True, True, True, True, False])
   # From 1: the first policy takes 1, 3, 4; the second 1, 4 and 5, which does
   # not count.
-  total, count = acceptance.rounds(lengths.astype(jnp.int32), allowed, 1)
+  total, count = validation.walk_rounds(lengths.astype(jnp.int32), allowed, 1)
   assert total.tolist() == [2 + 1 + 3, 3 + 1]
   assert count.tolist() == [3, 2]
 
@@ -373,7 +373,7 @@ def test_measured_on_greedy_text_it_is_what_decoding_accepts():
   @jax.jit
   def sums_of(batch):
     out = drafting.frozen_forward(model, target.params, batch)
-    return acceptance.measure(
+    return validation.measure_acceptance(
       drafter,
       params,
       model,

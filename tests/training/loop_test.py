@@ -12,8 +12,14 @@ import pytest
 from kdtree_jax import named_configs
 from kdtree_jax.errors import UserError
 from kdtree_jax.named_configs import load_recipe
-from kdtree_jax.training.checkpoints import METRICS, RUN, Run
-from kdtree_jax.training.loop import Data, Evaluation, fit, optimizer, schedule
+from kdtree_jax.training.checkpoints import METRICS, RUN, TrainingRun
+from kdtree_jax.training.loop import (
+  Evaluation,
+  TrainingData,
+  fit,
+  optimizer,
+  schedule,
+)
 from kdtree_jax.training.recipe import TrainRecipe
 
 RECIPE = TrainRecipe(
@@ -28,7 +34,7 @@ RECIPE = TrainRecipe(
   validate_every=100,
   checkpoint_every=1,
 )
-DATA = Data(np.zeros(99, np.uint16), np.zeros(99, np.uint16), 1)
+DATA = TrainingData(np.zeros(99, np.uint16), np.zeros(99, np.uint16), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +78,14 @@ def test_every_length_of_a_warm_up(steps, warmup, rates):
 
 
 def test_a_run_of_one_step(tmp_path):
-  run = Run(tmp_path / 'run', {})
+  run = TrainingRun(tmp_path / 'run', {})
   state = fit(Root(), RECIPE.with_steps(1), DATA, run)
   run.close()
   assert int(state.step) == 1 and (np.asarray(state.params['w']) < 1).all()
 
 
 def test_a_run_that_diverges_says_so_and_keeps_its_checkpoint(tmp_path):
-  run = Run(tmp_path / 'run', {})
+  run = TrainingRun(tmp_path / 'run', {})
   with pytest.raises(UserError) as raised:
     fit(Root(), RECIPE, DATA, run)
   found = re.fullmatch(
@@ -89,7 +95,7 @@ def test_a_run_that_diverges_says_so_and_keeps_its_checkpoint(tmp_path):
   )
   step = int(found[2])
   run.close()
-  again = Run(tmp_path / 'run', {})
+  again = TrainingRun(tmp_path / 'run', {})
   kept = again._manager.latest_step()
   assert 0 < kept == step - 1
   again.close()
@@ -104,7 +110,7 @@ def test_sums_are_wider_than_an_int32():
 
 
 def test_a_checkpoint_that_cannot_be_written_or_read(tmp_path, monkeypatch):
-  run = Run(tmp_path / 'run', {})
+  run = TrainingRun(tmp_path / 'run', {})
 
   def full(*_, **__):
     raise OSError(28, 'No space left on device')
@@ -118,7 +124,7 @@ def test_a_checkpoint_that_cannot_be_written_or_read(tmp_path, monkeypatch):
   for path in (tmp_path / 'run' / 'checkpoints' / '3').rglob('*'):
     if path.is_file():
       path.write_bytes(b'x')
-  run = Run(tmp_path / 'run', {})
+  run = TrainingRun(tmp_path / 'run', {})
   with pytest.raises(UserError, match='checkpoints/3: cannot be read'):
     run.restore({'w': jnp.zeros(2)})
   run.close()
@@ -126,10 +132,10 @@ def test_a_checkpoint_that_cannot_be_written_or_read(tmp_path, monkeypatch):
 
 def test_runs_that_are_not_this_one(tmp_path):
   identity = {'corpus': {'tokenizer': 'a', 'tokens': 1}, 'recipe': 2}
-  Run(tmp_path, identity).close()
+  TrainingRun(tmp_path, identity).close()
   other = {'corpus': {'tokenizer': 'b', 'tokens': 1}, 'recipe': 3}
   with pytest.raises(UserError) as raised:
-    Run(tmp_path, other)
+    TrainingRun(tmp_path, other)
   assert str(raised.value) == (
     f'--output={tmp_path}: holds a run of another model, recipe or corpus '
     "(corpus.tokenizer is 'a' there and 'b' here, recipe is 2 there and 3 "
@@ -137,10 +143,10 @@ def test_runs_that_are_not_this_one(tmp_path):
   )
   (tmp_path / METRICS).write_text('{"loss": 3}\n')
   with pytest.raises(UserError, match='metrics.jsonl: line 1 is no record'):
-    Run(tmp_path, identity)
+    TrainingRun(tmp_path, identity)
   (tmp_path / RUN).write_text('{')
   with pytest.raises(UserError, match='--output='):
-    Run(tmp_path, identity)
+    TrainingRun(tmp_path, identity)
 
 
 def test_a_recipe_of_another_kind(monkeypatch, tmp_path):

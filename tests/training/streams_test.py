@@ -14,7 +14,7 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.modes import train_drafter
 from kdtree_jax.training import build, rollouts, streams
 from kdtree_jax.training.corpus import END_OF_TEXT, MASK, read_corpus
-from kdtree_jax.training.loop import Data
+from kdtree_jax.training.loop import TrainingData
 from kdtree_jax.training.packing import gather_windows, window_starts
 from kdtree_jax.training.sources import Document
 from tests import support
@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
   tokenizer.save(str(folder / 'tokenizer.json'))
   (folder / 'manifest.json').write_text('{}')
   text = '5 69997 65534 65533'
-  tokens, files = build.encode(
+  tokens, files = build.encode_documents(
     tokenizer, [Document('a', 'p', 'MIT', 'test', '0', text)]
   )
   assert files[0]['tokens'] == 5
@@ -73,7 +73,7 @@ def test_what_a_file_may_hold(folder, tmp_path):
   corpus, path = read_corpus(tmp_path), tmp_path / 'test.npz'
   for tokens, match in (
     (np.array([7, 4463], np.uint16), 'is uint16, but the tokenizer has 70000'),
-    (np.array([7, LARGE], np.uint32), 'ids that the tokenizer has not'),
+    (np.array([7, LARGE], np.uint32), 'ids that the tokenizer does not have'),
     (np.array([7, 8]), 'int64 .* is no row of uint16 or uint32'),
     (np.array([[7]], np.uint32), 'is no row'),
     (np.array([], np.uint32), 'holds no token'),
@@ -126,7 +126,7 @@ def test_rollouts_of_many_tokens_are_those_of_decoding():
   )
   said = [[*r.prompt_ids, *r.output_ids] for r in results]
   assert found.dtype == np.uint32 and found.tolist() == said
-  data = Data(np.zeros(9, np.uint32), np.zeros(9, np.uint32), 0)
+  data = TrainingData(np.zeros(9, np.uint32), np.zeros(9, np.uint32), 0)
   stream = train_drafter._windows(found, 12, data)
   assert stream[:9].tolist() == said[0] and stream[12:21].tolist() == said[1]
   corpus = np.zeros(60, np.uint32)
@@ -140,7 +140,7 @@ def test_streams_that_would_wrap():
   with pytest.raises(UserError, match='2147483648 tokens; at most 2147483647'):
     window_starts(2**31, 10, 2, 0, 0)
   with pytest.raises(UserError, match='train split: int64 .* is no row'):
-    Data(np.zeros(9, np.int64), np.zeros(9, np.uint16), 0)
+    TrainingData(np.zeros(9, np.int64), np.zeros(9, np.uint16), 0)
 
 
 def test_the_manifest_says_what_belongs_to_it(folder, tmp_path):

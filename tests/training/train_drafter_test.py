@@ -14,20 +14,22 @@ import pytest
 from kdtree_jax import api, generation
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.checkpoint_weights import target_tensors
 from kdtree_jax.io.convert import read_drafter
 from kdtree_jax.io.digests import tokenizer_digest
 from kdtree_jax.io.export import write_checkpoint
 from kdtree_jax.io.kdtr import Bundle, write_bundle
-from kdtree_jax.io.unload import target_tensors
+from kdtree_jax.model import ForwardOutput
 from kdtree_jax.modes import convert, train_drafter
 from kdtree_jax.modes.loading import check_pair
 from kdtree_jax.modes.run_config import RunConfig
 from kdtree_jax.training import drafter as training_drafter
 from kdtree_jax.training import rollouts
-from kdtree_jax.training.checkpoints import METRICS, Run
+from kdtree_jax.training.checkpoints import METRICS, TrainingRun
 from kdtree_jax.training.corpus import Corpus
-from kdtree_jax.training.drafter import DraftTask, drafter_config
-from kdtree_jax.training.loop import Data, fit, init_state
+from kdtree_jax.training.drafter import DraftTask, config_from_recipe
+from kdtree_jax.training.drafting import DraftLoss
+from kdtree_jax.training.loop import TrainingData, fit, init_state
 from kdtree_jax.training.packing import pack
 from kdtree_jax.training.recipe import DrafterRecipe, TrainRecipe
 from kdtree_jax.training.streams import read_arrays
@@ -108,9 +110,9 @@ CORPUS = Counting(pathlib.Path('counting'), {}, 40, 0, 1, np.ones(40, np.int32))
 
 @functools.cache
 def trained_target(folder):
-  data = Data(CORPUS.tokens('train'), CORPUS.tokens('validation'), 0)
+  data = TrainingData(CORPUS.tokens('train'), CORPUS.tokens('validation'), 0)
   task = TargetTask(MODEL, 'float32', 1e-3)
-  run = Run(folder / 'target', {})
+  run = TrainingRun(folder / 'target', {})
   state = fit(
     task, TARGET_RECIPE, data, run, constants=jnp.asarray(CORPUS.token_bytes)
   )
@@ -152,7 +154,7 @@ def test_the_loss_falls_and_the_drafts_are_accepted(target, output):
   losses = [r['loss'] for r in records if 'loss' in r]
   assert losses[-1] < 0.75 * losses[0]
   trained = api.load_drafter(output / 'drafter', target)
-  config = drafter_config(RECIPE, MODEL, CORPUS.mask)
+  config = config_from_recipe(RECIPE, MODEL, CORPUS.mask)
   assert trained.drafter.config == config
   params = init_state(DraftTask(RECIPE, MODEL, config), RECIPE).params
   untrained = api.LoadedDrafter('untrained', trained.drafter, params)
@@ -272,7 +274,7 @@ def test_a_corpus_in_other_tokens_is_refused(target, tmp_path, capsys):
 def test_a_quantised_target_teaches(name):
   target = support.fixture(name)
   recipe = dataclasses.replace(RECIPE, target_layer_ids=None, batch_size=2)
-  config = drafter_config(recipe, target.config, 1)
+  config = config_from_recipe(recipe, target.config, 1)
   task = DraftTask(recipe, target.config, config)
   tokens = np.random.default_rng(0).integers(2, 40, (2, 30))
   batch = pack(jnp.asarray(tokens.astype(np.int32)), 5)
@@ -288,21 +290,26 @@ def test_a_quantised_target_teaches(name):
   assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(found))
 
 
-def test_what_a_recipe_says_of_the_loss_arrives_there(monkeypatch):
+def test_settings_of_the_loss_arrive_there(monkeypatch):
   recipe = dataclasses.replace(
     RECIPE, gamma=3.0, prefix_power=0.25, hard_weight=0.75, anchors=2
   )
-  task = DraftTask(recipe, MODEL, drafter_config(recipe, MODEL, CORPUS.mask))
-  told = {}
+  task = DraftTask(
+    recipe, MODEL, config_from_recipe(recipe, MODEL, CORPUS.mask)
+  )
+  passed = {}
 
   def loss(*arguments, **options):
-    told.update(options, anchors=arguments[-1])
+    passed.update(options, anchors=arguments[-1])
+    return DraftLoss(jnp.float32(0), *[jnp.zeros(3)] * 3)
 
   monkeypatch.setattr(training_drafter, 'draft_loss', loss)
   batch = pack(jnp.ones((3, 30), jnp.int32), 0)
-  task._loss({}, {}, None, batch, jax.random.key(1))
-  assert told.pop('anchors').index.shape == (3, 2)
-  assert told == {'gamma': 3.0, 'prefix_power': 0.25, 'hard_weight': 0.75}
+  taps = jnp.zeros((3, 29, 1))
+  out = ForwardOutput(taps, taps, taps[None], ())
+  task._loss({}, {}, out, batch, jax.random.key(1))
+  assert passed.pop('anchors').index.shape == (3, 2)
+  assert passed == {'gamma': 3.0, 'prefix_power': 0.25, 'hard_weight': 0.75}
 
 
 # ---------------------------------------------------------------- rollouts
@@ -399,7 +406,7 @@ def test_a_wrong_recipe_is_refused(change, message):
 def test_what_does_not_fit_is_refused(target, tmp_path):
   small = dataclasses.replace(MODEL, max_position_embeddings=36)
   with pytest.raises(UserError, match='reach to 37, the target to'):
-    drafter_config(RECIPE, small, 1)
+    config_from_recipe(RECIPE, small, 1)
   large = dataclasses.replace(CORPUS, vocab_size=41)
   with pytest.raises(UserError, match='has 41 tokens, the target 40'):
     train_drafter.train(target, large, RECIPE, tmp_path / 'run')

@@ -18,15 +18,15 @@ from kdtree_jax.model import Transformer, init_cache
 from kdtree_jax.modes import train_target
 from kdtree_jax.named_configs import load_config, load_recipe
 from kdtree_jax.training.build import build_corpus
-from kdtree_jax.training.checkpoints import METRICS, Run
+from kdtree_jax.training.checkpoints import METRICS, TrainingRun
 from kdtree_jax.training.corpus import read_corpus
-from kdtree_jax.training.loop import Data, fit
+from kdtree_jax.training.loop import TrainingData, fit
 from kdtree_jax.training.packing import gather_windows, pack, window_starts
 from kdtree_jax.training.recipe import TrainRecipe
 from kdtree_jax.training.target import (
   BIAS,
   TargetTask,
-  balanced,
+  balance_experts,
   compute_params,
   expert_loads,
   packed_forward,
@@ -214,13 +214,15 @@ def test_router_bias():
   params = support.target_of(MODEL).params
   old = params['layers_1']['mlp']['gate'][BIAS]
   loads = jnp.array([[4.0, 0.0, 2.0, 1.0, 3.0]])
-  moved = balanced(MODEL, params, loads, 0.5)
+  moved = balance_experts(MODEL, params, loads, 0.5)
   gate = moved['layers_1']['mlp']['gate']
   assert (gate[BIAS] - old).tolist() == pytest.approx([-0.5, 0.5, 0, 0.5, -0.5])
   assert params['layers_1']['mlp']['gate'][BIAS] is old
   _, counts = forward(params, pack(windows(2, 37), END))
   assert counts.shape == (1, 5) and counts.sum() == 2 * 37 * 2
-  assert balanced(load_config('softmax_yarn'), params, loads, 1.0) is params
+  assert (
+    balance_experts(load_config('softmax_yarn'), params, loads, 1.0) is params
+  )
 
 
 @pytest.fixture(scope='module')
@@ -254,8 +256,8 @@ def test_the_bundle_is_what_was_trained(trained, corpus):
   files = read_bundle(trained / 'target.kdtr').tokenizer
   assert files == {'tokenizer.json': corpus.tokenizer_path.read_bytes()}
   task = TargetTask(MODEL, 'bfloat16', 1e-3)
-  run = Run(trained, train_target.run_identity(MODEL, RECIPE, corpus))
-  data = Data(
+  run = TrainingRun(trained, train_target.run_identity(MODEL, RECIPE, corpus))
+  data = TrainingData(
     corpus.tokens('train'), corpus.tokens('validation'), corpus.end_of_text
   )
   # Nothing is left to do: the last checkpoint comes back.
@@ -304,18 +306,18 @@ def test_a_corpus_is_read_before_the_training(corpus, tmp_path, monkeypatch):
 def test_resume_is_bitwise(trained, corpus, tmp_path):
   identity = train_target.run_identity(MODEL, RECIPE, corpus)
   task = TargetTask(MODEL, 'bfloat16', RECIPE.router_bias_step)
-  data = Data(
+  data = TrainingData(
     corpus.tokens('train'), corpus.tokens('validation'), corpus.end_of_text
   )
   constants = jnp.asarray(corpus.token_bytes)
-  run = Run(tmp_path / 'run', identity)
+  run = TrainingRun(tmp_path / 'run', identity)
   state = fit(task, RECIPE, data, run, constants=constants, stop_after=17)
   run.close()
   assert int(state.step) == 17
-  run = Run(tmp_path / 'run', identity)
+  run = TrainingRun(tmp_path / 'run', identity)
   state = fit(task, RECIPE, data, run, constants=constants)
   run.close()
-  whole = Run(trained, identity)
+  whole = TrainingRun(trained, identity)
   wanted = whole.restore(state)
   whole.close()
   for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):

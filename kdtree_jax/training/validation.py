@@ -1,18 +1,18 @@
-"""Acceptance lengths of a drafter on given text, measured as decoding would.
+"""Acceptance lengths of a drafter on given text, without decoding.
 
-The text plays the target: its tokens are those that the target chooses. On a
-greedy continuation by the target that is what decoding does, round by round;
-on other text it is what sampling does if the target is right about the text.
+The text's tokens are taken for the target's choices. On a greedy continuation
+by the target this gives the rounds of decoding; on other text, the rounds of
+sampling in which the target happens to choose that text.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
 
 from kdtree_jax import registry
 from kdtree_jax.drafters.dflash import DFlashDrafter
+from kdtree_jax.io.checkpoint_weights import Params
 from kdtree_jax.model import ForwardOutput, Transformer
 from kdtree_jax.training.drafting import (
   draft_logits,
@@ -25,22 +25,24 @@ from kdtree_jax.tree import accept
 
 
 def acceptance_lengths(
-  logits: jax.Array, following: jax.Array, budgets: tuple[int, ...]
-) -> jax.Array:
-  """What the chain and trees of several budgets accept at R roots.
+  logits: Float32[Array, 'anchors D V'],
+  following: Int32[Array, 'anchors D'],
+  budgets: tuple[int, ...],
+) -> Int32[Array, 'anchors walks']:
+  """Acceptance lengths of the chain and of trees at several roots.
 
   Args:
-    logits: `[R, D, V]`, the drafter's behind each root.
-    following: `[R, D]` int32, the tokens that do follow.
-    budgets: of the trees.
+    logits: the drafter's logits after each root.
+    following: the text's tokens after each root.
+    budgets: tree budgets.
 
   Returns:
-    `[R, 1 + len(budgets)]` int32, 1..D + 1: of the chain, then of the trees.
+    1..D + 1 for each root: of the chain, then of the trees.
   """
   rows, depth, _ = logits.shape
   right = jnp.argmax(logits, axis=-1) == following
   lengths = [1 + lax.cummin(right.astype(jnp.int32), axis=1).sum(axis=1)]
-  # One more, which no node at the deepest level can have for a child.
+  # One more token, after the deepest nodes, which have no children.
   padded = jnp.pad(following, ((0, 0), (0, 1)))
   root = jnp.zeros((rows,), jnp.int32)
   nothing = jnp.full((1,), -1, jnp.int32)
@@ -53,20 +55,19 @@ def acceptance_lengths(
   return jnp.stack(lengths, axis=1).astype(jnp.int32)
 
 
-def rounds(
-  lengths: jax.Array, allowed: jax.Array, first: int
-) -> tuple[jax.Array, jax.Array]:
-  """Walks a sequence by its acceptance lengths, as decoding does.
+def walk_rounds(
+  lengths: Int32[Array, 'T walks'], allowed: Bool[Array, ' T'], first: int
+) -> tuple[Float32[Array, ' walks'], Float32[Array, ' walks']]:
+  """Sums of acceptance lengths over the rounds that decoding would take.
 
   Args:
-    lengths: `[T, P]` int32: what the round whose root stands there accepts,
-      by P policies, each with a walk of its own.
-    allowed: `[T]` bool: whether a round there counts.
-    first: where the first root stands.
+    lengths: what a round with its root at this token accepts, for the chain and
+      each tree. Each walks through the sequence by its own lengths.
+    allowed: whether a round at this token counts.
+    first: index of the first root.
 
   Returns:
-    `[P]` float32 sums of the lengths of the rounds that count, and their
-    number.
+    Accepted tokens and the number of rounds.
   """
 
   def step(carry, operands):
@@ -84,34 +85,34 @@ def rounds(
   return total, count
 
 
-def measure(
+def measure_acceptance(
   drafter: DFlashDrafter,
-  params: Any,
+  params: Params,
   target: Transformer,
-  target_params: Any,
+  target_params: Params,
   out: ForwardOutput,
   batch: PackedBatch,
   *,
   budgets: tuple[int, ...],
   first: int,
 ) -> dict[str, jax.Array]:
-  """Sums over the sequences of a batch, one after the other.
+  """Sums over the sequences of a batch.
 
   Args:
-    drafter: the architecture.
-    params: of the drafter, in the dtype to compute in.
-    target: with the drafter's taps.
-    target_params: of the target.
+    drafter: the drafter's architecture.
+    params: the drafter's parameters, in the dtype to compute in.
+    target: the target, with the drafter's taps.
+    target_params: the target's parameters.
     out: `frozen_forward` of the batch.
-    batch: B sequences of T tokens; those with nothing `counted` are left out.
-    budgets: of the trees.
-    first: index of the first root. What is before it is the prompt.
+    batch: B sequences of T tokens; those without a counted token are skipped.
+    budgets: tree budgets.
+    first: index of the first root; the tokens before it are the prompt.
 
   Returns:
-    `accepted` and `rounds`, `[1 + len(budgets)]` each: tokens and number of
-    the rounds whose whole block has text, by the chain and by trees. And over
-    all anchors that have text behind them `right [D]`, how often the best
-    token of a slot is the text's, and `slots [D]`.
+    `accepted` and `rounds`, `[1 + len(budgets)]` each: tokens and number of the
+    rounds with text for the whole block, by the chain and by trees. And over
+    all anchors followed by text: `right [D]`, how often the most probable token
+    is the text's, and `slots [D]`, of how many.
   """
   head = target_head(target, target_params)
   depth = drafter.block_size - 1
@@ -127,9 +128,9 @@ def measure(
     following = one.tokens[0][jnp.minimum(index, last)]
     right = (jnp.argmax(logits, axis=-1) == following) & has_text
     lengths = acceptance_lengths(logits, following, budgets)
-    # At its first token a document gives the drafter nothing to go by.
+    # At the first token of a document the drafter has no context.
     allowed = has_text.all(axis=1) & (one.positions[0] > 0)
-    accepted, count = rounds(lengths, allowed, first)
+    accepted, count = walk_rounds(lengths, allowed, first)
     return {
       'accepted': accepted,
       'rounds': count,
