@@ -1,12 +1,10 @@
 """`--mode=inspect`: what is in a bundle or a checkpoint."""
 
 from kdtree_jax.io.describe import describe
-from kdtree_jax.modes.run_config import RunConfig, required
-
-FLAGS = ('target',)
+from kdtree_jax.modes.options import InspectFlags
 
 
-def run(config: RunConfig) -> int:
+def run(flags: InspectFlags) -> int:
   """Prints the description of `--target`."""
-  print(describe(required(config.target, 'target', 'inspect')))
+  print(describe(flags.target))
   return 0
