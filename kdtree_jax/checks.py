@@ -17,7 +17,7 @@ from kdtree_jax.errors import UserError
 # Temperatures and shares are float32 there.
 MAX_FLOAT = float(np.finfo(np.float32).max)
 
-_TEXT = str | bytes | bytearray
+_TEXT = (str, bytes, bytearray)
 
 
 def integer(
@@ -56,7 +56,7 @@ def sequence(values: Any, name: str) -> list[Any]:
   if hasattr(values, '__array__'):
     # At once: an array on a device is slow to iterate over.
     values = np.asarray(values).tolist()
-  unordered = isinstance(values, _TEXT | Mapping | Set)
+  unordered = isinstance(values, (*_TEXT, Mapping, Set))
   if unordered or not isinstance(values, Iterable):
     raise UserError(f'{name}={shown(values)} is not a sequence')
   return list(values)
@@ -81,7 +81,7 @@ def number(value: Any, name: str) -> float:
     UserError: it is none, or not finite in float32.
   """
   found = None
-  if not isinstance(value, _TEXT | bool | np.bool_):
+  if not isinstance(value, (*_TEXT, bool, np.bool_)):
     try:
       found = value if type(value) in (int, float) else float(value)
     except (TypeError, ValueError, OverflowError):

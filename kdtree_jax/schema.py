@@ -16,8 +16,9 @@ import numpy as np
 
 from kdtree_jax.errors import UserError, show
 
-# No dimension, count or token id comes near this; sizes multiply safely.
+# Ids, counts and positions are int32 on the device, seeds are uint32 there.
 MAX_INT = 2**31 - 1
+_MAX_ANY = 2**32 - 1
 MAX_FLOAT = 1e30
 _WORDS = {
   int: 'an integer',
@@ -55,13 +56,13 @@ def problem(value: Any, kind: Any) -> str | None:
       return 'not a list'
     kind = typing.get_args(kind)[0]
     for item in value:
-      if problem(item, kind) is not None:
-        return f'a list that holds {show(item)}, no {kind.__name__}'
+      if why := problem(item, kind):
+        return f'a list that holds {show(item)}, which is {why}'
     return None
   if type(value) is not kind and (kind, type(value)) != (float, int):
     return f'not {_WORDS.get(kind, kind.__name__)}'
-  if kind is int and abs(value) > MAX_INT:
-    return f'not in {-MAX_INT}..{MAX_INT}'
+  if kind is int and abs(value) > _MAX_ANY:
+    return f'not in {-_MAX_ANY}..{_MAX_ANY}'
   if kind is float and not abs(value) <= MAX_FLOAT:
     return 'out of range'
   return None

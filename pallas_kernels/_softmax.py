@@ -1,4 +1,4 @@
-"""Attention over keys that lie apart, in plain jnp, for both references."""
+"""Attention over keys in several arrays, in plain jnp, for both references."""
 
 from collections.abc import Sequence
 
@@ -37,8 +37,20 @@ def mix(spec: str, weights: jax.Array, values: jax.Array) -> jax.Array:
   """Weighted sum of `values` by an einsum `spec`, float32.
 
   The weights take the values' dtype, as a product on tensor cores wants them.
+  A weight of 0 does not silence a NaN: what is not finite in a value counts as
+  0, and makes NaN of a sum by way of its weight, see `tainted`.
   """
+  values = jnp.where(jnp.isfinite(values), values, 0)
   return _product(spec, weights.astype(values.dtype), values)
+
+
+def tainted(keys: jax.Array, values: jax.Array) -> jax.Array:
+  """`keys [..., d]`, NaN where some of their `values [..., e]` is not finite.
+
+  So whoever sees such a value has a score and a weight of NaN.
+  """
+  sound = jnp.isfinite(values).all(axis=-1, keepdims=True)
+  return jnp.where(sound, keys, jnp.nan)
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -2,10 +2,11 @@
 
   python -m pallas_kernels.bench --ops=tree_build,tree_accept --output=out.jsonl
 
-Each case (`pallas_kernels/<op>/bench_cases.py`) is checked before it is timed.
-A time is the median over several runs of a loop on the device; "net" takes off
-what an iteration of such a loop costs by itself. The two ceilings, a large copy
-and a large bf16 product on random data, are measured in the same run, since
+Every case (`pallas_kernels/<op>/cases.py`) is checked, and the large ones are
+timed. A time is the median over several runs of a loop on the device; "net" is
+without what an iteration of such a loop costs by itself. The two ceilings, a
+large copy and a large bf16 product on random data, are measured in the same
+run, since
 GPUs of one model differ by a few per cent.
 """
 
@@ -29,39 +30,40 @@ from jax import lax
 
 import pallas_kernels
 from pallas_kernels import _dispatch
-from pallas_kernels.bench_case import BenchCase
+from pallas_kernels.case import Case
 
 REPETITIONS = 7
-LOOP_SECONDS = 0.02  # what one run of a loop should take at the ceilings' rate
-MIN_CALL_SECONDS = 5e-6  # taken for the shortest call when counting iterations
+LOOP_SECONDS = 0.02  # length of one run of a loop, at the ceilings' rates
+MIN_CALL_SECONDS = 5e-6  # shortest call that is assumed to choose iterations
 MAX_ITERATIONS = 400
 UNROLL = 8
 COPY_BYTES = 1 << 30
 PRODUCT_SIZE = 8192
-# Cases that are checked and compiled at once; their inputs take gigabytes.
+# Number of cases that are checked and compiled at once; their inputs take
+# gigabytes.
 THREADS = 6
-# Good guesses, to count iterations before the ceilings are known.
+# Estimates, to choose iterations before the ceilings are known.
 BYTES_PER_SECOND = 4e12
 FLOPS_PER_SECOND = 7e14
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-  """What this GPU reaches, measured in this run."""
+  """The highest rates of this GPU, measured in this run."""
 
   device: str
   copy_bytes_per_second: float  # read plus written
   product_flops_per_second: float
-  loop_seconds: float  # what one iteration costs beside the calls in it
+  loop_seconds: float  # an iteration of a loop, besides the calls in it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the bench; returns the exit code, 1 if a check failed."""
   args = parse_args(argv)
   if jax.default_backend() != 'gpu':
-    print('No GPU: the bench needs one, and measures nothing without.')
+    print('No GPU: the bench needs one, and measures nothing without it.')
     return 0
-  if not _dispatch.hopper_gpu():
+  if _dispatch.why_not_hopper():
     print(
       f'{jax.devices()[0].device_kind} is no Hopper GPU: the kernels need one, '
       'so the bench measures nothing.'
@@ -138,12 +140,10 @@ def ops_with_cases() -> list[str]:
   )
 
 
-def find_cases(ops: Sequence[str] = ()) -> Iterator[BenchCase]:
+def find_cases(ops: Sequence[str] = ()) -> Iterator[Case]:
   """All cases of `ops`, or of every op."""
   for op in ops or ops_with_cases():
-    yield from importlib.import_module(
-      f'pallas_kernels.{op}.bench_cases'
-    ).cases()
+    yield from importlib.import_module(f'pallas_kernels.{op}.cases').cases()
 
 
 def device_loop(
@@ -198,7 +198,7 @@ class Loop:
     unroll: int = 1,
     in_place: bool = False,
   ) -> 'Loop':
-    """For these inputs or their shapes."""
+    """Compiles the loop for these inputs or their shapes."""
     output = jax.eval_shape(call, *inputs)
     loop = device_loop(call, iterations, unroll, in_place)
     run = loop.lower(inputs[0], inputs[1:], output).compile()
@@ -207,7 +207,7 @@ class Loop:
   def seconds(self, call: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
     """Median over `REPETITIONS` runs, in seconds a call."""
     first, others = inputs[0], inputs[1:]
-    # An update in place takes its input with it: here, a copy.
+    # An update in place consumes its input, so it gets a copy.
     state = jnp.copy(first) if self.in_place else jax.jit(call)(*inputs)
     calls, times = self.iterations * self.unroll, []
     for _ in range(1 + REPETITIONS):
@@ -249,9 +249,10 @@ def measure_ceilings() -> Ceilings:
 
 
 def loop_seconds() -> float:
-  """One iteration's own cost: of one with one small fusion, less the fusion.
+  """Seconds that an iteration of a loop takes besides the calls in it.
 
-  A fusion costs what each further one adds to an iteration.
+  It is the time of an iteration with one small fusion, less that of the fusion:
+  what each further fusion adds to an iteration.
   """
   small = jnp.zeros((128,), jnp.float32)
   measure = functools.partial(
@@ -264,20 +265,22 @@ def loop_seconds() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """A case that was checked, and its loops; without any where it failed."""
+  """A case that was checked, and its loops if it is to be timed."""
 
   row: dict[str, Any]
   kernel: Loop | None = None
   reference: Loop | None = None
 
 
-def check(case: BenchCase) -> dict[str, Any]:
-  """Checks one case and times nothing: the case's row."""
+def check(case: Case) -> dict[str, Any]:
+  """Checks one case and times nothing; returns the case's row."""
   return _guarded(_named(case), lambda: _checked(case)[0])
 
 
-def prepare(case: BenchCase) -> Prepared:
+def prepare(case: Case) -> Prepared:
   """Checks one case and compiles its loops; a failure is a row, not raised."""
+  if not case.timed:
+    return Prepared(check(case))
   loops = []
 
   def both() -> dict[str, Any]:
@@ -290,22 +293,22 @@ def prepare(case: BenchCase) -> Prepared:
 
 
 def run_case(
-  case: BenchCase, prepared: Prepared, ceilings: Ceilings
+  case: Case, prepared: Prepared, ceilings: Ceilings
 ) -> dict[str, Any]:
-  """Times a prepared case; a failing one is reported, not raised."""
+  """Times a prepared case that has loops; reports a failure, raises none."""
   if prepared.kernel is None:
     return prepared.row
   return _guarded(prepared.row, lambda: _time_case(case, prepared, ceilings))
 
 
-def _named(case: BenchCase) -> dict[str, Any]:
+def _named(case: Case) -> dict[str, Any]:
   return {'op': case.op, 'name': case.name}
 
 
 def _guarded(
   row: dict[str, Any], measure: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-  """The row with what `measure` adds, or with why it could not."""
+  """The row with the fields that `measure` adds, or with its failure."""
   try:
     return row | measure()
   # A kernel that does not compile must not hide what the others reach.
@@ -313,16 +316,14 @@ def _guarded(
     return row | {'ok': False, 'failure': f'{type(error).__name__}: {error}'}
 
 
-def _checked(case: BenchCase) -> tuple[dict[str, Any], Any]:
-  """What the check says, and the inputs' shapes."""
+def _checked(case: Case) -> tuple[dict[str, Any], Any]:
+  """The fields that the check returns, and the inputs' shapes."""
   inputs = case.make_inputs(jax.random.key(0))
-  return case.check(inputs), jax.eval_shape(lambda: inputs)
+  return case.check(case.kernel, inputs), jax.eval_shape(lambda: inputs)
 
 
-def _compile_loops(
-  case: BenchCase, inputs: tuple[Any, ...]
-) -> tuple[Loop, Loop]:
-  """Of the kernel and of the reference, which is called less often."""
+def _compile_loops(case: Case, inputs: tuple[Any, ...]) -> tuple[Loop, Loop]:
+  """Loops of the kernel and of the reference, which is called less often."""
   floor = max(case.bytes / BYTES_PER_SECOND, case.flops / FLOPS_PER_SECOND)
   iterations = int(LOOP_SECONDS / max(floor, MIN_CALL_SECONDS))
   iterations = max(10, min(iterations, MAX_ITERATIONS))
@@ -338,9 +339,9 @@ def _compile_loops(
 
 
 def _time_case(
-  case: BenchCase, prepared: Prepared, ceilings: Ceilings
+  case: Case, prepared: Prepared, ceilings: Ceilings
 ) -> dict[str, Any]:
-  """Times of the kernel and its reference, and what they amount to."""
+  """Times the kernel and its reference; returns times, rates and fraction."""
   floor = max(
     case.bytes / ceilings.copy_bytes_per_second,
     case.flops / ceilings.product_flops_per_second,
@@ -387,7 +388,7 @@ def table_row(row: dict[str, Any]) -> str:
 
 
 def _progress(made: Iterator[Any], count: int) -> list[Any]:
-  """All that is made, with a line on standard error for each."""
+  """Collects the items, and prints a line on standard error for each."""
   found = []
   for number, item in enumerate(made, 1):
     found.append(item)
@@ -396,7 +397,7 @@ def _progress(made: Iterator[Any], count: int) -> list[Any]:
 
 
 def _report(rows, ceilings: Ceilings | None, output: str | None) -> int:
-  """Prints rows as they come and writes them; 1 if one is not right."""
+  """Prints rows as they come and writes them; returns 1 if one is wrong."""
   print(
     '| op | shape | right | error | kernel us | net us | reference us '
     '| TB/s / TFLOP/s | of ceiling |\n|---|---|---|---|---|---|---|---|---|'

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantized import QuantizedArray, expand
+from pallas_kernels.quantized import QuantizedArray, dequantize
 
-# Of a product that is kept apart: 65 rows lost nothing by a merged one, 257
-# did; in between nothing was measured.
+# The least number of rows for which products are not merged. Merging cost 65
+# rows nothing and 257 rows some time; in between nothing was measured.
 MANY_ROWS = 128
-# Of a SwiGLU: gate and up `[W, H]`, down `[H, W]`.
+# The weights of a SwiGLU: gate and up `[W, H]`, down `[H, W]`.
 Weights = tuple[
   jax.Array | QuantizedArray,
   jax.Array | QuantizedArray,
@@ -27,19 +27,19 @@ def matmul(x: jax.Array, w: jax.Array | QuantizedArray) -> jax.Array:
   take the dtype of `x` before they are multiplied.
   """
   if isinstance(w, QuantizedArray):
-    # Tied to x, or XLA expands the weight once, before the decoding loop, and
-    # holds it beside the quantised one.
+    # The barrier makes the weight depend on x. Without it XLA dequantizes once,
+    # before the decoding loop, and keeps the result beside the quantised one.
     x, w = lax.optimization_barrier((x, w))
-    w = expand(w, x.dtype)
+    w = dequantize(w, x.dtype)
   return _product(x, w)
 
 
 @jax.custom_vjp
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-  """`matmul` of arrays.
+  """`matmul` of arrays, with a gradient that runs on tensor cores.
 
-  The gradient of a product with a float32 result would multiply in float32,
-  off the tensor cores, whatever the operands are.
+  JAX's own gradient of a product with a float32 result multiplies in float32,
+  whatever the operands are.
   """
   return dot(x, w, (x.ndim - 1,), (w.ndim - 1,))
 
@@ -76,12 +76,13 @@ def dot(
   )
 
 
-def apart(x: jax.Array) -> jax.Array:
-  """`x [..., I]`, but if it has many rows, another value to XLA.
+def prevent_fusion(x: jax.Array) -> jax.Array:
+  """`x [..., I]`, after an optimization barrier if it has many rows.
 
-  XLA makes one product of several with the same operand, and concatenates their
-  weights. Few rows read them through the concatenation. The fast products of
-  many rows want it in memory, and that is a copy of weights in every step.
+  XLA fuses products that share an operand into one, whose weights are the
+  concatenation of theirs. For few rows the weights are read through the
+  concatenation; for many rows it is written to memory first, a copy of the
+  weights in every step. To XLA the result of a barrier is another operand.
   """
   many = math.prod(x.shape[:-1]) >= MANY_ROWS
   return lax.optimization_barrier(x) if many else x
@@ -105,5 +106,5 @@ def swiglu(
     `[..., H]` in x's dtype.
   """
   gated = jax.nn.silu(matmul(x, gate).astype(x.dtype))
-  inner = gated * matmul(apart(x), up).astype(x.dtype)
+  inner = gated * matmul(prevent_fusion(x), up).astype(x.dtype)
   return matmul(inner, down).astype(x.dtype)

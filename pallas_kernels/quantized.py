@@ -1,7 +1,7 @@
-"""Weights as quantised checkpoints store them, one small pytree for all.
+"""Weights as quantised checkpoints store them, in one pytree for all formats.
 
-Only weights are quantised, never activations: what is multiplied is what the
-checkpoint's authors call the dequantised weight, `value * scale`.
+Only weights are quantised, never activations. A product takes the dequantised
+weight, `value * scale`.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ class QuantizedArray:
       or bfloat16; a weight is its value times the scale of its block.
     format: `int4` or `fp8`.
     block: rows and columns of a block. The last one of an axis may be ragged.
-    parts: equal runs of rows, each with blocks of its own: 2 where gate and
-      up projections were quantised apart and then put one below the other.
+    parts: number of equal runs of rows, each with blocks of its own: 2 where
+      gate and up projections were quantised separately and then stacked.
   """
 
   values: jax.Array
@@ -44,7 +44,7 @@ class QuantizedArray:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of the weight that this stands for."""
+    """Shape of the dequantised weight."""
     *rest, last = self.values.shape
     return (*rest, last * INT4_PER_WORD if self.format == 'int4' else last)
 
@@ -53,18 +53,18 @@ class QuantizedArray:
     return self.values.ndim
 
   def __getitem__(self, index: Any) -> 'QuantizedArray':
-    """One of a stack, by an index into the leading axis; may be traced."""
+    """One weight of a stack; the index of the leading axis may be traced."""
     return dataclasses.replace(
       self, values=self.values[index], scales=self.scales[index]
     )
 
   def dequantize(self, dtype: Any) -> jax.Array:
-    """The weight `[..., O, I]`: exact products in float32, rounded once."""
+    """The weight `[..., O, I]`: float32 products, rounded once to `dtype`."""
     *rest, rows, columns = self.shape
     if self.format == 'int4':
       shifts = jnp.arange(0, 32, 4, dtype=jnp.int32)
       shifts = shifts.reshape((1,) * self.ndim + (INT4_PER_WORD,))
-      # The shift drags the sign along; the mask cuts it off.
+      # The shift repeats the sign bit; the mask cuts it off.
       values = ((self.values[..., None] >> shifts) & 15) - 8
     else:
       values = self.values
@@ -106,17 +106,17 @@ class QuantizedArray:
 
 
 def _spread(scales: jax.Array, block: int, size: int, axis: int) -> jax.Array:
-  """Repeats every scale over its block, the last one perhaps cut."""
+  """Repeats every scale over its block, of which the last may be shorter."""
   if block > 1:
     count = scales.shape[axis]
     scales = jnp.repeat(scales, block, axis, total_repeat_length=block * count)
   return jax.lax.slice_in_dim(scales, 0, size, axis=axis)
 
 
-def expand(weight: Any, dtype: Any) -> jax.Array:
+def dequantize(weight: Any, dtype: Any) -> jax.Array:
   """A weight that may be quantised, as a plain array.
 
-  Only a quantised one takes `dtype`: a plain one is what it is.
+  Only a quantised weight is converted to `dtype`.
   """
   if isinstance(weight, QuantizedArray):
     return weight.dequantize(dtype)

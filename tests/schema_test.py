@@ -190,7 +190,7 @@ def test_every_config_is_tested():
   'change, match',
   (
     ({'eos_token_id': 5}, 'ModelConfig: eos_token_id=5 is not a list'),
-    ({'eos_token_id': [True]}, 'a list that holds True, no int'),
+    ({'eos_token_id': [True]}, 'a list that holds True, which is not an int'),
     ({'num_hidden_layers': 10**6}, 'num_hidden_layers is 1000000, above 4096'),
     ({'rms_norm_eps': 0.0}, 'rms_norm_eps is 0.0, not positive'),
     ({'rope_theta': 1.0}, 'rope_theta - 1 is 0.0, not positive'),

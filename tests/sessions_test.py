@@ -65,7 +65,7 @@ def patient(stream):
       return taken, again
 
 
-@pytest.mark.parametrize('place', ('wait', '_fill', '_step', '_update'))
+@pytest.mark.parametrize('place', ('wait', '_fill', '_step', '_committed'))
 def test_a_stream_goes_on_after_ctrl_c(
   pair, prompt, wanted, monkeypatch, place
 ):

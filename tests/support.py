@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -72,6 +73,12 @@ def trace(name: str) -> dict:
 def prompt_of(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
   rng = np.random.default_rng(seed)
   return rng.integers(0, config.vocab_size, length).tolist()
+
+
+def tree_bytes(tree: Any) -> int:
+  """The size of all leaves, which are arrays or their shapes."""
+  leaves = jax.tree.leaves(tree)
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def relative_error(actual: np.ndarray, wanted: np.ndarray) -> float:

@@ -88,27 +88,27 @@ def test_what_is_one(kind):
     ('max_new_tokens', -3, 'is below 1'),
     ('max_new_tokens', 2**31, 'exceeds'),
     ('capacity', 0, 'is below 1'),
-    ('capacity', 2**63, 'exceeds'),
+    ('capacity', 2**63, 'not in'),
     ('prefill_chunk', 0, 'is below 1'),
     ('tree_budget', -1, 'is below 0'),
     ('tree_budget', 2**20, 'exceeds'),
     ('tree_policy', 'widest', "'widest'; known: best_first"),
     ('tree_policy', ['chain'], 'not a string'),
-    ('keep_top1_chain', 'no', 'neither True nor False'),
-    ('keep_top1_chain', 1, 'neither True nor False'),
+    ('keep_top1_chain', 'no', 'not true or false'),
+    ('keep_top1_chain', 1, 'not true or false'),
     ('kernels', None, 'not a string'),
-    ('stop_ids', '12', 'not a sequence'),
-    ('stop_ids', 5, 'not a sequence'),
-    ('stop_ids', (1.5,), 'is not an integer'),
+    ('stop_ids', '12', 'not a list'),
+    ('stop_ids', 5, 'not a list'),
+    ('stop_ids', (1.5,), 'holds 1.5, which is not an integer'),
     ('seed', -1, 'must be in'),
-    ('seed', 2**32, 'must be in'),
+    ('seed', 2**32, 'not in'),
     ('temperature', '0.5', 'not a number'),
     ('temperature', True, 'not a number'),
-    ('temperature', math.nan, 'not finite'),
-    ('temperature', math.inf, 'not finite'),
-    ('temperature', 1e39, 'not finite'),
+    ('temperature', math.nan, 'out of range'),
+    ('temperature', math.inf, 'out of range'),
+    ('temperature', 1e39, 'out of range'),
     ('temperature', [1.0], 'not a number'),
-    ('top_p', math.nan, 'not finite'),
+    ('top_p', math.nan, 'out of range'),
     ('min_p', '0', 'not a number'),
   ),
 )
@@ -141,7 +141,7 @@ def test_what_is_no_batch(target, prompts):
   refused('prompts', generate_batch, target, None, prompts)
 
 
-@pytest.mark.parametrize('token', (-1, 10**6, 2**40))
+@pytest.mark.parametrize('token', (-1, 10**6, 2**31))
 def test_ids_outside_the_vocabulary(target, token):
   oracle = load_drafter('oracle', target)
   stub = load_drafter('random', target)

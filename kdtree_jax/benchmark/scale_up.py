@@ -46,7 +46,6 @@ class Storage:
   linear: float
 
 
-BFLOAT16 = Storage('bfloat16', 2, 2)
 # Four bits, and a bfloat16 scale for 32 of them.
 INT4 = Storage('INT4, groups of 32', 0.5 + 2 / 32, 2)
 # One byte, and a float32 scale for a block of 128 x 128.

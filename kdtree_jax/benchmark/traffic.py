@@ -79,11 +79,6 @@ def flat(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
   ]
 
 
-def tree_bytes(tree: Any) -> int:
-  """Of all leaves, arrays or shapes."""
-  return sum(_bytes(leaf) for _, leaf in flat(tree))
-
-
 def _bytes(leaf: Any) -> int:
   return math.prod(leaf.shape) * leaf.dtype.itemsize
 

@@ -46,7 +46,7 @@ class Engine:
       )
     if d.kernels not in KERNELS:
       raise UserError(f'kernels={d.kernels} is none of {", ".join(KERNELS)}')
-    if d.kernels == 'mosaic_gpu' and not pallas_kernels.hopper_gpu():
+    if d.kernels == 'mosaic_gpu' and pallas_kernels.why_not_hopper():
       raise UserError(
         'kernels=mosaic_gpu needs a Hopper GPU; kernels=auto takes what there '
         'is'

@@ -158,28 +158,30 @@ def kept_tokens(scaled: jax.Array, sampling: Sampling) -> jax.Array:
   """`[B, N, V]` bool: what top_k, top_p and min_p leave, in this order.
 
   Thresholds are found by bisection over the bits of the logits, which needs
-  no sort. Only done if some request asks for it.
+  no sort. Only done if some request asks for it. A neutral setting keeps every
+  token whatever its neighbours in the batch ask for: nothing is left to the
+  rounding of a sum.
   """
-  top_k, top_p = sampling.top_k[:, None, None], sampling.top_p[:, None, None]
+  top_k, top_p, min_p = (
+    x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p)
+  )
+  some_k, some_p = (top_k > 0) & (top_k < scaled.shape[-1]), top_p < 1
 
   def cut(scaled):
     order = _ordered_bits(scaled)
-    count = jnp.where(top_k > 0, top_k, scaled.shape[-1]).astype(jnp.float32)
-    kept = order >= _threshold(order, jnp.ones_like(scaled), count)
+    least = _threshold(order, jnp.ones_like(scaled), top_k.astype(jnp.float32))
+    kept = (order >= least) | ~some_k
     probs = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
-    # Where rounding keeps the sum below top_p = 1, the threshold is 0.
-    return kept & (order >= _threshold(order, probs, top_p))
+    # Where rounding keeps the sum below top_p, the threshold is 0.
+    return kept & ((order >= _threshold(order, probs, top_p)) | ~some_p)
 
   def keep_all(scaled):
     return jnp.ones(scaled.shape, jnp.bool_)
 
-  asked = ((top_k > 0) | (top_p < 1)).any()
-  kept = lax.cond(asked, cut, keep_all, scaled)
-  # p >= min_p max(p), in logits; log 0 = -inf keeps all.
-  floor = scaled.max(axis=-1, keepdims=True) + jnp.log(
-    sampling.min_p[:, None, None]
-  )
-  return kept & (scaled >= floor)
+  kept = lax.cond((some_k | some_p).any(), cut, keep_all, scaled)
+  # p >= min_p max(p), in logits.
+  floor = scaled.max(axis=-1, keepdims=True) + jnp.log(min_p)
+  return kept & ((scaled >= floor) | (min_p <= 0))
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

@@ -23,8 +23,9 @@ def block_attention(
 
   Args:
     queries: `[B, A, W, K, G, d]`, A blocks of W slots; G heads share a key.
-    context: keys and values, `[B, S, K, d]` each, finite, of all A blocks.
-    block: keys and values, `[B, A, W, K, d]` each.
+    context: keys and values, `[B, S, K, d]` each, of all A blocks. What is not
+      finite in a row reaches the slots that see it and no others.
+    block: keys and values, `[B, A, W, K, d]` each, likewise.
     visible: bool, `[B, A, W or 1, S]` and `[W, W]`; every slot sees something.
     scale: of the scores.
 
@@ -35,6 +36,8 @@ def block_attention(
 
 
 def _forward(queries, context, block, visible, scale):
+  given = context, block
+  context, block = _tainted(context), _tainted(block)
   scores = _scores(queries, context[0], block[0], visible, scale)
   highest = jnp.maximum(*(s.max(axis=-1, keepdims=True) for s in scores))
   weights = [jnp.exp(s - highest) for s in scores]
@@ -46,7 +49,7 @@ def _forward(queries, context, block, visible, scale):
     'bkgawv,bavkd->bawkgd', weights[1].astype(queries.dtype), block[1]
   )
   out = (out / _slots_first(total)).astype(queries.dtype)
-  saved = (queries, context, block, visible, out, highest + jnp.log(total))
+  saved = (queries, *given, visible, out, highest + jnp.log(total))
   return out, saved
 
 
@@ -54,6 +57,7 @@ def _backward(scale, saved, gradient):
   """As in FlashAttention (arXiv:2205.14135, appendix B.2): scores anew."""
   queries, context, block, visible, out, log_total = saved
   dtype = queries.dtype
+  context, block = _tainted(context), _tainted(block)
   probs = [
     jnp.exp(s - log_total)
     for s in _scores(queries, context[0], block[0], visible, scale)
@@ -71,8 +75,9 @@ def _backward(scale, saved, gradient):
     for p, d in zip(probs, d_probs, strict=True)
   )
   of_context, of_block = (p.astype(dtype) for p in probs)
-  d_queries = _product('bkgaws,bskd->bawkgd', d_context, context[0])
-  d_queries = d_queries + _product('bkgawv,bavkd->bawkgd', d_block, block[0])
+  keys, own_keys = _finite(context[0]), _finite(block[0])
+  d_queries = _product('bkgaws,bskd->bawkgd', d_context, keys)
+  d_queries = d_queries + _product('bkgawv,bavkd->bawkgd', d_block, own_keys)
   gathered = [
     _product(spec, x, y).astype(dtype)
     for spec, x, y in (
@@ -101,6 +106,21 @@ def _scores(queries, keys, own_keys, visible, scale):
     jnp.where(visible[0][:, None, None], context, -jnp.inf),
     jnp.where(lax.expand_dims(visible[1], range(4)), block, -jnp.inf),
   )
+
+
+def _tainted(rows):
+  """Keys and values of which a value that is not finite is in the key instead.
+
+  A weight of 0 does not silence a NaN: so values are finite, and whoever sees
+  such a row has a weight of NaN.
+  """
+  keys, values = rows
+  sound = jnp.isfinite(values).all(axis=-1, keepdims=True)
+  return jnp.where(sound, keys, jnp.nan), _finite(values)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+  return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def _slots_first(x: jax.Array) -> jax.Array:

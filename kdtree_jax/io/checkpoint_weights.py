@@ -26,7 +26,7 @@ from kdtree_jax.io.quantization import (
   Quantization,
 )
 from kdtree_jax.io.tensors import CheckpointError, TensorSource
-from pallas_kernels.quantized import QuantizedArray, expand
+from pallas_kernels.quantized import QuantizedArray, dequantize
 
 # Called with the bytes of a tensor when it has been read.
 Progress = Callable[[int], None]
@@ -155,7 +155,7 @@ def _store(stack: jax.Array, part: jax.Array, expert: Any, row: Any):
   return lax.bitcast_convert_type(stack, dtype)
 
 
-_dequantize = jax.jit(expand, static_argnums=1)
+_dequantize = jax.jit(dequantize, static_argnums=1)
 
 
 class Reader:
@@ -207,13 +207,13 @@ class Reader:
     if self._form(name) is None:
       return self.plain(name)
     array = self._quantized(name)
-    return array if self._rounded is None else self._expand(array)
+    return array if self._rounded is None else self._dequantize(array)
 
   def expanded(self, name: str) -> jax.Array:
     """A linear weight as numbers, in the model's dtype."""
     if self._form(name) is None:
       return self.plain(name)
-    return self._expand(self._quantized(name))
+    return self._dequantize(self._quantized(name))
 
   def stacked(
     self, names: list[list[str]], shape: tuple[int, int]
@@ -250,7 +250,7 @@ class Reader:
     scales = name.removesuffix('weight') + _SCALES[form]
     return form, self._source.dtype(self._own(scales))
 
-  def _expand(self, array: QuantizedArray) -> jax.Array:
+  def _dequantize(self, array: QuantizedArray) -> jax.Array:
     rounded = self._dtype if self._rounded is None else self._rounded
     return _dequantize(array, rounded).astype(self._dtype)
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import canonical_json, one_line, parse_json
-from pallas_kernels.quantized import QuantizedArray, expand
+from pallas_kernels.quantized import QuantizedArray, dequantize
 
 # Elements of one matrix that are looked at; of a larger one, evenly spread.
 SAMPLE = 1 << 18
@@ -138,7 +138,7 @@ def _checksum(x: Any, rounded: bool) -> jax.Array:
     # One by one, as an expanded stack need not fit the memory.
     return lax.map(lambda one: _checksum(one, rounded), x)
   if rounded:
-    x = expand(x, jnp.bfloat16).astype(jnp.bfloat16)
+    x = dequantize(x, jnp.bfloat16).astype(jnp.bfloat16)
   flat = x.reshape(-1)
   # Odd: in a matrix, not always the same columns.
   flat = flat[:: -(-flat.size // SAMPLE) | 1]

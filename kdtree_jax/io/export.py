@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from kdtree_jax.config import (
   SLIDING,
@@ -36,6 +34,7 @@ from kdtree_jax.io.tensors import (
   SINGLE_FILE,
   SafetensorsSource,
   dtype_name,
+  write_safetensors,
 )
 
 # Beside the checkpoint proper: what a bundle knows and transformers does not.
@@ -178,10 +177,7 @@ def write_checkpoint(
       raw = drafter_json(bundle.drafter_config, _main_dtype(bundle.drafter))
       _write_model(inner, raw, bundle.drafter, shard_bytes)
     extra = canonical_json({'name': bundle.name, 'recipe': dict(bundle.recipe)})
-    golden = {k: np.ascontiguousarray(v) for k, v in bundle.golden.items()}
-    safetensors.numpy.save_file(
-      golden, temporary / EXTRA_FILE, metadata={EXTRA_KEY: extra}
-    )
+    write_safetensors(temporary / EXTRA_FILE, bundle.golden, {EXTRA_KEY: extra})
 
 
 def check_new_folder(folder: os.PathLike | str) -> None:
@@ -224,8 +220,6 @@ def _whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     sync_folder(whole.parent)
   except OSError as e:
     raise UserError(f'{folder}: cannot be written: {e.strerror or e}') from e
-  except safetensors.SafetensorError as e:
-    raise UserError(f'{folder}: cannot be written: {one_line(e)}') from e
 
 
 def _main_dtype(tensors: Mapping[str, np.ndarray]) -> str:
@@ -249,7 +243,7 @@ def _write_model(
   shards: list[dict[str, np.ndarray]] = [{}]
   size = 0
   for name in sorted(tensors):
-    value = np.ascontiguousarray(tensors[name])
+    value = tensors[name]
     if shards[-1] and size + value.nbytes > shard_bytes:
       shards.append({})
       size = 0
@@ -258,13 +252,12 @@ def _write_model(
   # transformers asks for this word.
   metadata = {'format': 'pt'}
   if len(shards) == 1:
-    path = folder / SINGLE_FILE
-    safetensors.numpy.save_file(shards[0], path, metadata=metadata)
+    write_safetensors(folder / SINGLE_FILE, shards[0], metadata)
     return
   weight_map = {}
   for i, shard in enumerate(shards, 1):
     file = f'model-{i:05}-of-{len(shards):05}.safetensors'
-    safetensors.numpy.save_file(shard, folder / file, metadata=metadata)
+    write_safetensors(folder / file, shard, metadata)
     weight_map |= dict.fromkeys(shard, file)
   total = sum(value.nbytes for value in tensors.values())
   index = {'metadata': {'total_size': total}, 'weight_map': weight_map}

@@ -5,24 +5,26 @@ import json
 import os
 import pathlib
 import secrets
+import shutil
 import stat
-from collections.abc import Buffer, Iterable, Sequence
+import tempfile
+from collections.abc import Buffer, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from kdtree_jax.errors import UserError, show
 
 
-def show_more(names: Sequence[str], limit: int = 3) -> str:
+def show_more(names: Sequence[str]) -> str:
   """The rest of a list of foreign names, in brackets; empty if there is none.
 
   Args:
-    names: those after the first, which the message has already.
-    limit: the most to spell out; the others are counted.
+    names: those after the first, which the message has already. Three are
+      spelled out, the others are counted.
   """
   if not names:
     return ''
-  some = ', '.join(show(name) for name in names[:limit])
-  dots = ', ...' if len(names) > limit else ''
+  some = ', '.join(show(name) for name in names[:3])
+  dots = ', ...' if len(names) > 3 else ''
   return f' (and {len(names)} more: {some}{dots})'
 
 
@@ -102,21 +104,20 @@ def canonical_json(value: Any) -> str:
   )
 
 
-def write_atomically(
-  path: os.PathLike | str,
-  chunks: Iterable[Buffer],
-  error: type[UserError] = UserError,
-) -> None:
-  """Writes a whole file or leaves what was there untouched.
+@contextlib.contextmanager
+def replacing(
+  path: os.PathLike | str, error: type[UserError] = UserError
+) -> Iterator[pathlib.Path]:
+  """An empty file to be written, whose bytes then become those of `path`.
 
-  The bytes go to a temporary file in the same folder (a rename across file
-  systems is not atomic), reach the disk, and only then take the name. A
-  reader that has the old file mapped keeps the old bytes. A link stays: what it
-  leads to is replaced. A device or a pipe has no old bytes and is written into.
+  It lies in the same folder (a rename across file systems is not atomic),
+  reaches the disk, and only then takes the name; after an exception no trace is
+  left. A reader that has the old file mapped keeps the old bytes. A link stays:
+  what it leads to is replaced. A device or a pipe has no old bytes and is
+  written into, and the file lies elsewhere.
 
   Args:
     path: the file to create or replace.
-    chunks: its bytes; an exception raised by the iterable leaves no trace.
     error: what to raise if the file system refuses.
   """
   path = pathlib.Path(path)
@@ -126,23 +127,32 @@ def write_atomically(
     kind = file_kind(path)
   except UserError as e:
     raise error(str(e)) from e
+  write = _written_into if kind == 'special' else _replaced
   try:
-    if kind == 'special':
-      with open(path, 'wb') as file:
-        file.writelines(chunks)
-    else:
-      _replace(pathlib.Path(os.path.realpath(path)), chunks)
+    with write(path) as temporary:
+      yield temporary
   except OSError as e:
     raise error(f'{path}: cannot be written: {e.strerror or e}') from e
 
 
-def _replace(path: pathlib.Path, chunks: Iterable[Buffer]) -> None:
+@contextlib.contextmanager
+def _written_into(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  with tempfile.TemporaryDirectory() as folder:
+    temporary = pathlib.Path(folder, 'file')
+    temporary.touch()
+    yield temporary
+    with open(temporary, 'rb') as source, open(path, 'wb') as file:
+      shutil.copyfileobj(source, file)
+
+
+@contextlib.contextmanager
+def _replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  path = pathlib.Path(os.path.realpath(path))
   temporary = temporary_beside(path)
   try:
-    with open(temporary, 'xb') as file:
-      for chunk in chunks:
-        file.write(chunk)
-      file.flush()
+    temporary.touch(exist_ok=False)
+    yield temporary
+    with open(temporary, 'rb') as file:
       os.fsync(file.fileno())
     os.replace(temporary, path)
   except BaseException:
@@ -150,6 +160,12 @@ def _replace(path: pathlib.Path, chunks: Iterable[Buffer]) -> None:
       temporary.unlink()
     raise
   sync_folder(path.parent)
+
+
+def write_atomically(path: os.PathLike | str, chunks: Iterable[Buffer]) -> None:
+  """Writes a whole file or leaves what was there untouched; see `replacing`."""
+  with replacing(path) as temporary, open(temporary, 'wb') as file:
+    file.writelines(chunks)
 
 
 def temporary_beside(path: pathlib.Path) -> pathlib.Path:

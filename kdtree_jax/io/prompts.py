@@ -17,13 +17,11 @@ class Prompt:
   Attributes:
     id: as given, or the number of the line from 0.
     turns: what the user says, in order; one where the line has a `prompt`.
-    category: as given, for tables.
     where: the file and the line, for messages; None: it is from no file.
   """
 
   id: str | int
   turns: tuple[str, ...]
-  category: str | None = None
   where: str | None = None
 
 
@@ -60,6 +58,4 @@ def _prompt(fields: Any, where: str, index: int) -> Prompt:
   name = fields.get('id', fields.get('question_id', index))
   if type(name) not in (str, int):
     raise UserError(f'{where}: id is {show(name)}, no text and no integer')
-  category = fields.get('category')
-  category = category if isinstance(category, str) else None
-  return Prompt(name, tuple(turns), category, where)
+  return Prompt(name, tuple(turns), where)

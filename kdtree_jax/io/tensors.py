@@ -4,15 +4,24 @@ import json
 import mmap
 import os
 import pathlib
+import stat
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 import safetensors
+import safetensors.numpy
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import file_kind, parse_json, reason, show, show_path
+from kdtree_jax.io.files import (
+  file_kind,
+  one_line,
+  parse_json,
+  reason,
+  show,
+  show_path,
+)
 
 SINGLE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
@@ -104,23 +113,22 @@ def dtype_name(dtype: np.dtype) -> str:
   return _DTYPE_NAMES.get(dtype, str(dtype))
 
 
-def read_json(
-  path: os.PathLike | str, error: type[UserError] = CheckpointError
-) -> dict[str, Any]:
+def read_json(path: os.PathLike | str) -> dict[str, Any]:
   """The JSON object in a file.
 
   Raises:
-    CheckpointError (or `error`): missing or unreadable, not JSON, a key twice
+    CheckpointError: missing or unreadable, not JSON, a key twice
       in one object, or something else than an object.
   """
   path = pathlib.Path(path)
   try:
     data = path.read_bytes()
   except FileNotFoundError:
-    raise error(f'{path}: no such file') from None
+    raise CheckpointError(f'{path}: no such file') from None
   except (OSError, ValueError) as e:  # A null byte.
-    raise error(f'{show_path(path)}: cannot be read: {reason(e)}') from e
-  return json_object(data, str(path), error)
+    where = show_path(path)
+    raise CheckpointError(f'{where}: cannot be read: {reason(e)}') from e
+  return json_object(data, str(path))
 
 
 def json_object(
@@ -136,29 +144,58 @@ def json_object(
   return fields
 
 
-def open_safetensors(
-  path: os.PathLike | str, error: type[UserError] = CheckpointError
-) -> Any:
+def write_safetensors(
+  path: pathlib.Path,
+  tensors: Mapping[str, np.ndarray],
+  metadata: dict[str, str],
+) -> None:
+  """Writes a new file by safetensors' own writer, which copies no data.
+
+  That writer renames a private file of its own to `path`, whatever is there. So
+  a link, a pipe or a device is refused (`files.replacing` gives a file for
+  one), and the permissions are set to those of any new file.
+
+  Raises:
+    OSError: the file system refuses, `path` is no plain file, or a name is no
+      text.
+  """
+  path.touch()
+  mode = path.lstat().st_mode
+  if not stat.S_ISREG(mode):
+    raise OSError(f'{path} is no plain file')
+  arrays = {k: np.asarray(v, order='C') for k, v in tensors.items()}
+  try:
+    safetensors.numpy.save_file(arrays, path, metadata)
+  except (safetensors.SafetensorError, UnicodeEncodeError) as e:
+    raise OSError(one_line(e)) from e
+  path.chmod(mode)
+
+
+def open_safetensors(path: os.PathLike | str) -> Any:
   """A `safe_open` handle: the header is parsed, the data is only mapped.
 
   Raises:
-    CheckpointError (or `error`): missing, truncated or not safetensors.
+    CheckpointError: missing, truncated or not safetensors.
   """
   path = pathlib.Path(path)
   # Asked first, because mapping a folder or a device gives riddles.
   try:
     kind = file_kind(path)
   except UserError as e:
-    raise error(str(e)) from e
+    raise CheckpointError(str(e)) from e
   try:
     if kind == 'file':
       return safetensors.safe_open(str(path), framework='numpy')
   except OSError as e:
-    raise error(f'{path}: cannot be read: {e.strerror or e}') from e
+    raise CheckpointError(f'{path}: cannot be read: {e.strerror or e}') from e
   # ValueError: a path that is not UTF-8.
   except (safetensors.SafetensorError, ValueError) as e:
-    raise error(f'{path}: not a complete safetensors file: {e}') from e
-  raise error(f'{path}: {"is not a file" if kind else "no such file"}')
+    raise CheckpointError(
+      f'{path}: not a complete safetensors file: {e}'
+    ) from e
+  raise CheckpointError(
+    f'{path}: {"is not a file" if kind else "no such file"}'
+  )
 
 
 class _MappedFile:
@@ -269,10 +306,6 @@ class SafetensorsSource:
   def dtype(self, name: str) -> str:
     return self._find(name).entries[name]['dtype']
 
-  def file(self, name: str) -> pathlib.Path:
-    """The file that holds a tensor, for messages."""
-    return self._find(name).path
-
   def metadata(self) -> dict[str, str]:
     """Free text of the header; of shards, all together."""
     return dict(self._metadata)
@@ -323,38 +356,6 @@ class MappingSource:
 
   def release(self, name: str) -> None:
     del name
-
-
-class PrefixedSource:
-  """The tensors of a source whose names begin with a prefix, without it."""
-
-  def __init__(self, source: TensorSource, prefix: str):
-    self._source, self._prefix = source, prefix
-
-  def names(self) -> tuple[str, ...]:
-    return tuple(
-      name.removeprefix(self._prefix)
-      for name in self._source.names()
-      if name.startswith(self._prefix)
-    )
-
-  def shape(self, name: str) -> tuple[int, ...]:
-    return self._source.shape(self._prefix + name)
-
-  def dtype(self, name: str) -> str:
-    return self._source.dtype(self._prefix + name)
-
-  def read(self, name: str) -> np.ndarray:
-    return self._source.read(self._prefix + name)
-
-  def view(self, name: str) -> np.ndarray:
-    return self._source.view(self._prefix + name)
-
-  def prefetch(self, names: Iterable[str]) -> None:
-    self._source.prefetch(self._prefix + name for name in names)
-
-  def release(self, name: str) -> None:
-    self._source.release(self._prefix + name)
 
 
 def _folder_files(

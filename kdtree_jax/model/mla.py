@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.layers import Linear, RMSNorm, matrix_init, weight
 from kdtree_jax.model.rope import apply_rope
-from pallas_kernels.dense import apart
+from pallas_kernels.dense import prevent_fusion
 
 # From queries and the new tokens' own rows to what each head finds.
 Attend = Callable[
@@ -72,7 +72,9 @@ class MultiHeadLatentAttention(nn.Module):
     n, r = c.num_attention_heads, c.kv_lora_rank
     query = self._queries(x).reshape(*x.shape[:2], n, c.qk_head_dim)
     q_nope, q_rope = jnp.split(query, [c.qk_nope_head_dim], axis=-1)
-    kv = self._linear(r + c.qk_rope_head_dim, 'kv_a_proj_with_mqa')(apart(x))
+    kv = self._linear(r + c.qk_rope_head_dim, 'kv_a_proj_with_mqa')(
+      prevent_fusion(x)
+    )
     latent, k_rope = jnp.split(kv, [r], axis=-1)
     latent = self._norm('kv_a_layernorm')(latent)
 

@@ -11,24 +11,28 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.layers import SwiGLU, matrix_init, weight
 from pallas_kernels.dense import Weights
-from pallas_kernels.expert_router.api import Routing, Rules, expert_router
-from pallas_kernels.grouped_matmul.api import expert_mlp
+from pallas_kernels.expert_mlp.api import expert_mlp
+from pallas_kernels.expert_router.api import (
+  RouterConfig,
+  Routing,
+  expert_router,
+)
 
 
-def rules(config: ModelConfig) -> Rules:
-  """How a model's router chooses."""
+def router_config(config: ModelConfig) -> RouterConfig:
+  """The configuration of a model's router."""
   # Biased scores can be negative: a masked group must lose to those too.
   biased = config.topk_method == 'noaux_tc'
   grouped = biased or config.topk_method == 'group_limited_greedy'
-  return Rules(
-    choices=config.num_experts_per_tok,
-    sigmoid=config.scoring_func == 'sigmoid',
-    normalize=config.norm_topk_prob,
-    scale=config.routed_scaling_factor,
-    groups=config.n_group if grouped else 1,
-    open_groups=config.topk_group if grouped else 1,
-    group_best=2 if biased else 1,
-    closed=-math.inf if biased else 0.0,
+  return RouterConfig(
+    num_experts_per_tok=config.num_experts_per_tok,
+    scoring_func=config.scoring_func,
+    norm_topk_prob=config.norm_topk_prob,
+    routed_scaling_factor=config.routed_scaling_factor,
+    n_group=config.n_group if grouped else 1,
+    topk_group=config.topk_group if grouped else 1,
+    group_score_experts=2 if biased else 1,
+    masked_score=-math.inf if biased else 0.0,
   )
 
 
@@ -59,7 +63,7 @@ class Router(nn.Module):
       gate,
       bias,
       valid,
-      rules(c),
+      router_config(c),
       implementation='reference' if training else self.implementation,
     )
 

@@ -17,22 +17,18 @@ from kdtree_jax.io.kdtr import Bundle, write_bundle
 from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.unload import target_tensors
 from kdtree_jax.modes.options import TrainTargetFlags
-from kdtree_jax.modes.status import status
 from kdtree_jax.named_configs import load_recipe
 from kdtree_jax.training.checkpoints import METRICS, Run
 from kdtree_jax.training.corpus import SPLITS, TOKENIZER, Corpus, read_corpus
 from kdtree_jax.training.loop import Data, Evaluation, fit
-from kdtree_jax.training.ngram import NGram, longest_order
 from kdtree_jax.training.packing import (
   check_windows,
-  num_windows,
   window_starts,
 )
 from kdtree_jax.training.recipe import TrainRecipe
 from kdtree_jax.training.target import TargetTask
 
 BUNDLE = 'target.kdtr'
-NGRAM_ORDER = 5
 
 
 def run(flags: TrainTargetFlags) -> int:
@@ -54,7 +50,7 @@ def train(
   corpus: Corpus,
   output: pathlib.Path,
 ) -> pathlib.Path:
-  """Trains, tests, compares with an n-gram model and writes the bundle.
+  """Trains, writes the bundle and tests it.
 
   Args:
     name: of the bundle.
@@ -142,28 +138,19 @@ def _train(
   tensors = target_tensors(model, state.params, ml_dtypes.bfloat16)
   path = run_folder.folder / BUNDLE
   write_bundle(path, _bundle(name, model, recipe, corpus, tensors, tokenizer))
-  # As long as the sum of windows is: both models say the same tokens.
-  count = num_windows(len(test), recipe.sequence_length)
-  test = test[: count * recipe.sequence_length + 1]
   evaluation = Evaluation(task, recipe, corpus.end_of_text)
   found = evaluation(state.params, test, token_bytes)
-  order = longest_order(corpus.vocab_size, NGRAM_ORDER)
-  with status('counting n-grams'):
-    ngram = NGram(data.train, corpus.vocab_size, corpus.end_of_text, order)
-    ngram_bits = ngram.bits_per_byte(test, corpus.token_bytes)
   # A finished run that is run again says the same once.
   run_folder.records = [r for r in run_folder.records if 'seconds' not in r]
   run_folder.log(
     {
       'step': recipe.steps,
       **{f'test_{key}': value for key, value in found.items()},
-      f'test_{order}gram_bits_per_byte': ngram_bits,
       'seconds': round(seconds, 1),
     }
   )
   print(
     f'test: {found.get("bits_per_byte", np.nan):.4f} bits per byte; '
-    f'{order}-gram with backoff: {ngram_bits:.4f}; '
     f'{seconds:.0f} s, {_rate(run_folder):,} tokens/s; '
     f'see {run_folder.folder / METRICS}'
   )

@@ -238,6 +238,8 @@ class ReferenceModel:
     scores = np.einsum('tnd,snd->nts', q_nope, k_nope, optimize=True)
     scores += np.einsum('tnd,sd->nts', q_rope, all_k_ropes, optimize=True)
     probs = ops.masked_softmax(scores * self._softmax_scale, visible)
+    # A weight of 0 does not silence a NaN. Who sees one has it as a weight.
+    v = np.where(np.isfinite(v), v, 0)
     mixed = np.einsum('nts,snd->tnd', probs, v, optimize=True)
     out = self._linear(
       mixed.reshape(len(x), -1), prefix + 'o_proj', config['attention_bias']

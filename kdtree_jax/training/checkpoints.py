@@ -22,7 +22,7 @@ from kdtree_jax.io.files import (
   show,
   write_atomically,
 )
-from kdtree_jax.io.results import write_jsonl
+from kdtree_jax.io.results import read_jsonl, write_jsonl
 
 METRICS, RUN, CHECKPOINTS = 'metrics.jsonl', 'run.json', 'checkpoints'
 
@@ -62,8 +62,8 @@ class Run:
         )
       write_atomically(path, [text.encode()])
       if (folder / METRICS).exists():
-        lines = (folder / METRICS).read_text().splitlines()
-        self.records = [_record(line, i) for i, line in enumerate(lines, 1)]
+        lines = read_jsonl(folder / METRICS)
+        self.records = [_record(line, number) for number, line in lines]
     except UserError:
       raise
     except (OSError, ValueError) as e:
@@ -135,8 +135,7 @@ class Run:
       self._manager.close()
 
 
-def _record(line: str, number: int) -> dict[str, Any]:
-  record = parse_json(line)
+def _record(record: Any, number: int) -> dict[str, Any]:
   if not isinstance(record, dict) or type(record.get('step')) is not int:
     raise ValueError(f'{METRICS}: line {number} is no record of a step')
   return record

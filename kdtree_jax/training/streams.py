@@ -4,7 +4,6 @@ The only place where ids take a narrower type, and never without a look at
 their range: a cast wraps silently.
 """
 
-import io
 import os
 import pathlib
 import zipfile
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import one_line, write_atomically
+from kdtree_jax.io.files import one_line, replacing
 
 # A place in a stream is int32 on the device.
 MAX_TOKENS = 2**31 - 1
@@ -102,6 +101,5 @@ def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
   Raises:
     UserError: the file cannot be written.
   """
-  buffer = io.BytesIO()
-  np.savez_compressed(buffer, **arrays)
-  write_atomically(path, [buffer.getbuffer()])
+  with replacing(path) as temporary, open(temporary, 'wb') as file:
+    np.savez_compressed(file, **arrays)

@@ -9,7 +9,11 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kdtree_jax.registry import register
 from kdtree_jax.tree.draft_tree import NO_PARENT, DraftTree, root_only
-from pallas_kernels.tree_build.api import ancestors_from_parents, tree_build
+from pallas_kernels.tree_build.api import (
+  ancestors_from_parents,
+  canonical,
+  tree_build,
+)
 
 # (logits [B, D, V], root [B], tree_budget, implementation) -> DraftTree with
 # 1 + tree_budget slots. Pure, traced inside the decoding loop.
@@ -52,8 +56,8 @@ def chain(
   batch, depth, _ = logits.shape
   if min(depth, tree_budget) == 0:
     return _pad(root_only(root), 1 + tree_budget)
-  logits = logits[:, :tree_budget].astype(jnp.float32)
-  logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+  # What is possible is what `best_first` may take.
+  logits = canonical(logits[:, :tree_budget])
   depth = logits.shape[1]
   slots = jnp.arange(depth + 1, dtype=jnp.int32)
   tokens = jnp.concatenate(
@@ -61,7 +65,7 @@ def chain(
   )
   # A depth without any possible token ends the chain above it.
   possible = lax.cummin(
-    jnp.isfinite(logits.max(axis=-1)).astype(jnp.int32), axis=1
+    (logits.max(axis=-1) > -jnp.inf).astype(jnp.int32), axis=1
   )
   num_nodes = 1 + possible.sum(axis=1, dtype=jnp.int32)
   log_q = jnp.minimum(jax.nn.log_softmax(logits, axis=-1).max(axis=-1), 0.0)

@@ -18,6 +18,13 @@ from pallas_kernels.draft_attention import mosaic_gpu, reference
 
 __all__ = ('draft_attention',)
 
+_IMPLEMENTATIONS = {
+  'mosaic_gpu': _dispatch.for_hopper(
+    mosaic_gpu.draft_attention, mosaic_gpu.why_not
+  ),
+  'reference': _dispatch.Implementation(reference.draft_attention),
+}
+
 
 def draft_attention(
   query: jax.Array,
@@ -36,23 +43,24 @@ def draft_attention(
 
   Slot w stands at position `lengths[b] + w`. It sees the first `lengths[b]`
   rows of `context[layer, b]` and the rows of the block, of both only what the
-  masks leave. What lies behind the length may hold anything, NaN included: it
-  does not matter, nor is it read beyond the length rounded up to a tile.
+  masks leave. Any content of other rows leaves a slot's result bitwise the
+  same, NaN and infinities included. A slot that does see NaN in a row's key or
+  value has NaN in its result, of the heads that share them.
 
   Args:
     query: `[B, W, K, G, d]` float32 or bfloat16, rotated.
     context: `[L, B, S, 2 K d]`, of the query's dtype; only read.
     rows: `[B, W, 2 K d]`, of the query's dtype; this layer's keys and values of
-      the block, finite.
+      the block.
     lengths: `[B]` int32, committed rows, 0..S.
     layer: index of the layer in the context, static.
     scale: softmax scale, static.
     causal: a slot does not see the later ones of the block, static.
-    window: a slot sees a row less than so many positions behind it; None for
+    window: a slot sees rows less than so many positions before it; None for
       all. Static.
     window_from_root: the window is measured from the first slot, static.
     implementation: "reference", "mosaic_gpu" (bfloat16 on a Hopper GPU, see
-      `mosaic_gpu.supported`), or None for the best that runs.
+      `mosaic_gpu.why_not`), or None for the best that runs.
 
   Returns:
     `[B, W, K, G, d]` in the query's dtype.
@@ -76,14 +84,10 @@ def draft_attention(
     window = _checks.check_int('window', window, 1)
   if not math.isfinite(scale):
     raise ValueError(f'scale: expected a finite number, got {scale!r}')
-  run = _dispatch.with_mosaic(
+  return _dispatch.call(
     'draft_attention',
-    mosaic_gpu.draft_attention,
-    reference.draft_attention,
+    _IMPLEMENTATIONS,
     implementation,
-    mosaic_gpu.supported(query, context),
-  )
-  return run(
     query,
     context,
     rows,

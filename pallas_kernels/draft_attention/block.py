@@ -3,12 +3,12 @@
 A block owns 64 query rows, some query heads of one key head times the slots, in
 shared memory. Each of its two warpgroups owns a split of the keys, tiles of 64
 rows: context first, then the drafted block. It multiplies Q K^T, computes the
-softmax in base 2 and multiplies P V, one after the other: all is bound by
-memory, so nothing is pipelined but the loads, and the warpgroups, which share
-nothing but the queries, fill each other's gaps.
+softmax in base 2 and multiplies P V, one after the other. Memory is the limit,
+so only the loads are pipelined. The warpgroups share nothing but the queries,
+and one computes while the other waits.
 
 A warpgroup writes its normalised output and, in base 2, the logarithm of its
-sum; `verify_attention.merge` merges them.
+sum; `_combine.py` combines them.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # query rows of a block: the M of a wgmma
 KEYS = 64  # rows of a key tile
-DIM = 128  # of a head
+DIM = 128  # columns of a head
 WARPGROUPS = 2
 SLOTS = 3  # key tiles of a warpgroup in shared memory
 _LOG2E = math.log2(math.e)
@@ -40,8 +40,8 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is known when the kernel is compiled."""
+class DraftConfig:
+  """The sizes and switches that the kernel is compiled for."""
 
   slots: int  # W
   heads: int  # K
@@ -55,7 +55,7 @@ class Plan:
 
   @property
   def slot_rows(self) -> int:
-    """Rows of a query head in a tile; behind the last slot come zeros."""
+    """Rows of a query head in a tile; after the last slot come zeros."""
     return -(-self.slots // 8) * 8
 
   @property
@@ -65,16 +65,16 @@ class Plan:
 
   @property
   def head_tiles(self) -> int:
-    """Tiles of a key head."""
+    """Number of tiles that a key head has."""
     return -(-self.group // self.tile_heads)
 
   @property
   def num_rows(self) -> int:
-    """Rows of all tiles of a sequence."""
+    """Number of rows in all tiles of a sequence."""
     return self.heads * self.head_tiles * ROWS
 
   def row_of(self, slot: Any, head: Any) -> Any:
-    """Where the tiles have a slot of one of the K G query heads."""
+    """The row of the tiles that has a slot of one of the K G query heads."""
     in_group = lax.rem(head, self.group)
     tile = lax.div(head, self.group) * self.head_tiles
     tile = tile + lax.div(in_group, self.tile_heads)
@@ -84,9 +84,9 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """What a warpgroup works on (`count` key tiles from `start`) and with."""
+  """A warpgroup's work, `count` key tiles from `start`, and its memory."""
 
-  plan: Plan
+  plan: DraftConfig
   layer: jax.Array
   batch: jax.Array
   tile: jax.Array
@@ -111,7 +111,7 @@ class Block:
 def _load_queries(block: Block) -> None:
   """Starts copying the block's query rows, one head after the other.
 
-  Behind the last head of a group it is repeated: nobody reads those rows.
+  Rows after the last head of a group repeat it; their results are not used.
   """
   plan = block.plan
   head0 = lax.div(block.tile, plan.head_tiles) * plan.group
@@ -182,27 +182,80 @@ def _mask(block: Block, s: jax.Array, tile: jax.Array) -> jax.Array:
       s = jnp.where(key <= slot, s, -jnp.inf)
     return in_window(s, key, 0)
 
+  return lax.switch(_kind(block, tile), (lambda s: s, in_context, in_block), s)
+
+
+def _kind(block: Block, tile: jax.Array) -> jax.Array:
+  """0 for a tile that every slot sees, 1 for others of the context, 2 else."""
+  plan = block.plan
   partly = tile >= lax.div(block.length, KEYS)
-  if window is not None:
-    last = block.length - window
+  if plan.window is not None:
+    last = block.length - plan.window
     if not plan.window_from_root:
       last = last + plan.slots - 1
     partly = partly | (tile * KEYS <= last)
-  kind = jnp.where(tile >= block.num_prefix, 2, partly.astype(jnp.int32))
-  return lax.switch(kind, (lambda s: s, in_context, in_block), s)
+  return jnp.where(tile >= block.num_prefix, 2, partly.astype(jnp.int32))
 
 
-def _clean(block: Block, tile: jax.Array, slot) -> None:
-  """Zeroes the values behind the length: weights of 0 do not silence a NaN."""
-  here = block.length - tile * KEYS
+def _clean(block: Block, s: jax.Array, tile: jax.Array, slot):
+  """Moves what is not finite in a tile's values to its scores.
 
-  @pl.when((here < KEYS) & (tile < block.num_prefix))
-  def _():
-    for first in range(0, DIM, KEYS):
-      at = (*slot, slice(None), pl.ds(first, KEYS))
-      v = plgpu.load(block.values.at[at], layout=plgpu.Layout.WGMMA)
-      v = jnp.where(_iota(0) < here, v.astype(jnp.float32), 0.0)
+  A weight of 0 does not silence a NaN: where some slot does not see all rows,
+  such values become 0, and the scores of their rows NaN before the mask, so
+  that whoever sees one has a weight of NaN.
+
+  Args:
+    block: the block.
+    s: the tile's scores before the mask, [ROWS, KEYS].
+    tile: its number.
+    slot: where it is. Its values are awaited if they are looked at.
+
+  Returns:
+    The scores, and whether the values have been awaited.
+  """
+  plan = block.plan
+  suspect = _kind(block, tile) > 0
+  if not plan.causal and plan.window is None:
+    # All slots see the whole block; what is loaded behind it is zeros.
+    suspect = suspect & (tile < block.num_prefix)
+  parts = [
+    (*slot, slice(None), pl.ds(first, KEYS)) for first in range(0, DIM, KEYS)
+  ]
+
+  def load(at):
+    v = plgpu.load(block.values.at[at], layout=plgpu.Layout.WGMMA)
+    return v.astype(jnp.float32)
+
+  def look(s):
+    plgpu.barrier_wait(block.values_full.at[slot])
+    bad = plgpu.layout_cast(jnp.zeros((KEYS,), jnp.float32), _ROW)
+    for at in parts:
+      flags = jnp.where(jnp.abs(load(at)) < jnp.inf, 0.0, 1.0)
+      bad = jnp.maximum(bad, flags.max(axis=1))
+    return lax.cond(
+      jnp.max(jnp.where(bad > 0, 1, 0)) > 0, lambda s: move(s, bad), keep, s
+    )
+
+  def move(s, bad):
+    for at in parts:
+      v = load(at)
+      v = jnp.where(jnp.abs(v) < jnp.inf, v, 0.0)
       block.values[at] = v.astype(jnp.bfloat16)
+    # From rows of values to columns of scores, by way of shared memory.
+    block.logs[block.warpgroup] = bad
+    plgpu.commit_smem()
+    bad = plgpu.load(
+      block.logs.at[block.warpgroup],
+      layout=plgpu.Layout.WGMMA.reduce(0),
+      optimized=False,
+    )
+    bad = lax.broadcast_in_dim(bad, s.shape, (1,))
+    return jnp.where(bad > 0, jnp.nan, s)
+
+  def keep(s):
+    return s
+
+  return lax.cond(suspect, look, keep, s), suspect
 
 
 def _score(block: Block, slot) -> jax.Array:
@@ -216,7 +269,7 @@ def _score(block: Block, slot) -> jax.Array:
 
 
 def _multiply(block: Block, acc: jax.Array, slot) -> jax.Array:
-  """acc + P V with the values in a slot, awaited."""
+  """Returns acc + P V with the values in a slot."""
 
   def compute(ref):
     plgpu.wgmma(ref, block.weights.at[block.warpgroup], block.values.at[slot])
@@ -233,7 +286,7 @@ def _multiply(block: Block, acc: jax.Array, slot) -> jax.Array:
 
 
 def _step(block: Block, i, carry):
-  """Takes in the warpgroup's i-th key tile.
+  """Adds the warpgroup's i-th key tile to the running softmax.
 
   Args:
     block: the block.
@@ -245,16 +298,20 @@ def _step(block: Block, i, carry):
   tile, slot = block.start + i, (block.warpgroup, lax.rem(i, SLOTS))
   plgpu.barrier_wait(block.keys_full.at[slot])
   s = _score(block, slot) * (block.plan.scale * _LOG2E)
+  s, awaited = _clean(block, s, tile, slot)
   s = _mask(block, s, tile)
   new_m = jnp.maximum(m, s.max(axis=1))
-  # A slot may see nothing yet; -inf - (-inf) would be NaN.
+  # A slot may have seen nothing so far, and -inf - (-inf) would be NaN.
   base = jnp.where(new_m == -jnp.inf, 0.0, new_m)
   factor = jnp.exp2(m - base)
   w = jnp.exp2(s - lax.broadcast_in_dim(base, s.shape, (0,)))
   total = total * factor + w.sum(axis=1)
   block.weights[block.warpgroup] = w.astype(jnp.bfloat16)
-  plgpu.barrier_wait(block.values_full.at[slot])
-  _clean(block, tile, slot)
+
+  @pl.when(jnp.logical_not(awaited))
+  def _():
+    plgpu.barrier_wait(block.values_full.at[slot])
+
   plgpu.commit_smem()
   acc = acc * lax.broadcast_in_dim(factor, acc.shape, (0,))
   acc = _multiply(block, acc, slot)
@@ -266,9 +323,12 @@ def _step(block: Block, i, carry):
 
 
 def body(
-  plan: Plan, layer, lengths, query, context, rows, out, logs, *scratch
+  plan: DraftConfig, layer, lengths, query, context, rows, out, logs, *scratch
 ) -> None:
-  """A warpgroup: `out[split, b, rows of the tile]` and the logarithms of it."""
+  """Computes one warpgroup's part of `out` and `logs`.
+
+  It is `out[split, b, rows of the tile]`, and the logarithms of its sums.
+  """
   batch, tile, warpgroup = (
     lax.axis_index(name) for name in ('batch', 'tile', 'warpgroup')
   )
@@ -302,7 +362,7 @@ def body(
   acc, total, m = carry
   inverse = jnp.where(total > 0, 1 / total, 0.0)
   acc = acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))
-  # Nothing is on its way into the first slot any more.
+  # No copy into the first slot is under way any more.
   block.values[warpgroup, 0] = acc.astype(jnp.bfloat16)
   block.logs[warpgroup] = m + jnp.log2(total)
   plgpu.commit_smem()
@@ -312,7 +372,7 @@ def body(
   plgpu.wait_smem_to_gmem(0)
 
 
-def scratch(plan: Plan) -> tuple[Any, ...]:
+def scratch(plan: DraftConfig) -> tuple[Any, ...]:
   """The shared memory of a block, in the order of the fields of Block."""
   transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 

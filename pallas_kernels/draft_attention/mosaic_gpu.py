@@ -1,8 +1,8 @@
 """Draft attention for Hopper GPUs, in Pallas Mosaic GPU.
 
 The query heads of a key head times the slots are rows in tiles of 64, and their
-keys are split over blocks and again over the warpgroups of a block; `block.py`
-has what they do. The splits merge as those of verify attention do.
+keys are split over blocks and again over the warpgroups of a block: `block.py`
+computes one split, `_combine.py` combines them.
 """
 
 import dataclasses
@@ -15,18 +15,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _combine
+from pallas_kernels._hopper import MULTIPROCESSORS
+from pallas_kernels._padding import pad_rows
 from pallas_kernels.draft_attention import block
-from pallas_kernels.verify_attention import merge
-from pallas_kernels.verify_attention.mosaic_gpu import pad_rows
-
-MULTIPROCESSORS = 132
 
 
-def supported(query: jax.Array, context: jax.Array) -> str | None:
-  """Returns why the kernel cannot take these arguments, None if it can.
+def why_not(
+  query: jax.Array, context: jax.Array, *others: jax.Array, **static: Any
+) -> str | None:
+  """Why the kernel cannot take these arguments; None if it can.
 
-  Reads shapes and dtypes only; the arguments are those of the entry.
+  The other arguments of the op fit the query and the context.
   """
+  del others, static
   batch, slots, _, _, dim = query.shape
   capacity = context.shape[2]
   if query.dtype != jnp.bfloat16:
@@ -52,8 +54,8 @@ def _num_splits(row_tiles: int, key_tiles: int) -> int:
   def time(splits):
     waves = pl.cdiv(row_tiles * splits, MULTIPROCESSORS)
     parts = splits * block.WARPGROUPS
-    merged = 4 * parts * row_tiles * block.ROWS * block.DIM
-    return waves * (pl.cdiv(key_tiles, parts) + 3) + merged / 5e6
+    moved = 4 * parts * row_tiles * block.ROWS * block.DIM
+    return waves * (pl.cdiv(key_tiles, parts) + 3) + moved / 5e6
 
   return min(range(1, min(key_tiles, MULTIPROCESSORS) + 1), key=time)
 
@@ -93,11 +95,11 @@ def draft_attention(
   Raises:
     ValueError: the kernel does not take these shapes or dtypes.
   """
-  reason = supported(query, context)
+  reason = why_not(query, context)
   if reason is not None:
     raise ValueError(f"implementation: draft_attention's mosaic_gpu: {reason}")
   batch, slots, heads, group, _ = query.shape
-  plan = block.Plan(
+  plan = block.DraftConfig(
     slots=slots,
     heads=heads,
     group=group,
@@ -122,11 +124,13 @@ def draft_attention(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(plan: block.Plan, layer, lengths, query, context, rows) -> jax.Array:
-  """The two kernels, `[B, W K G, 128]`.
+def _run(
+  plan: block.DraftConfig, layer, lengths, query, context, rows
+) -> jax.Array:
+  """Runs the two kernels; returns `[B, W K G, 128]`.
 
-  The layer is an operand and this a function of its own, so that the layers of
-  a model share one compilation, which takes a second or two.
+  The layer is an operand and this a jitted function, so that all layers of a
+  model share one compilation, which takes a second or two.
   """
   batch = query.shape[0]
   shape = (plan.splits * block.WARPGROUPS, batch, plan.num_rows)
@@ -155,10 +159,10 @@ def _run(plan: block.Plan, layer, lengths, query, context, rows) -> jax.Array:
   def source(row):
     return plan.row_of(lax.div(row, heads), lax.rem(row, heads))
 
-  return merge.merge(
+  return _combine.combine(
     *outputs,
     plan.slots * heads,
     plan.interpret,
     source=source,
-    kernel_name='draft_attention_merge',
+    kernel_name='draft_attention_combine',
   )

@@ -30,17 +30,18 @@ def draft_attention(
   if window is not None:
     at = slot * (not window_from_root)
     own &= at[:, None] - slot[None, :] < window
-    behind = lengths[:, None] - position[None, :]
-    seen &= behind[:, None, :] + at[None, :, None] < window
-  # A weight of 0 does not silence a NaN, so what is not committed is zeroed.
-  prefix = jnp.where(committed[:, :, None], context[layer], 0)
+    distance = lengths[:, None] - position[None, :]
+    seen &= distance[:, None, :] + at[None, :, None] < window
 
   def halves(x):
     x = x.reshape(*x.shape[:-1], 2, heads, dim)
-    return x[..., 0, :, :], x[..., 1, :, :]
+    keys, values = x[..., 0, :, :], x[..., 1, :, :]
+    return _softmax.tainted(keys, values), values
 
   # The masks are the same for all heads and stay [B, 1, 1, W or 1, S].
-  (prefix_keys, prefix_values), (keys, values) = halves(prefix), halves(rows)
+  (prefix_keys, prefix_values), (keys, values) = (
+    halves(x) for x in (context[layer], rows)
+  )
 
   def scores(keys, mask):
     return _softmax.scores('bwkgd,bxkd->bkgwx', query, keys, scale, mask)

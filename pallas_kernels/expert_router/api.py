@@ -4,9 +4,20 @@ import jax
 
 from pallas_kernels import _checks, _dispatch
 from pallas_kernels.expert_router import mosaic_gpu, reference
-from pallas_kernels.expert_router.reference import Routing, Rules, route
+from pallas_kernels.expert_router.reference import (
+  RouterConfig,
+  Routing,
+  route,
+)
 
-__all__ = ('Routing', 'Rules', 'expert_router', 'route')
+__all__ = ('RouterConfig', 'Routing', 'expert_router', 'route')
+
+_IMPLEMENTATIONS = {
+  'mosaic_gpu': _dispatch.for_hopper(
+    mosaic_gpu.expert_router, mosaic_gpu.why_not
+  ),
+  'reference': _dispatch.Implementation(reference.expert_router),
+}
 
 
 def expert_router(
@@ -14,11 +25,11 @@ def expert_router(
   gate: jax.Array,
   bias: jax.Array | None,
   valid: jax.Array | None,
-  rules: Rules,
+  config: RouterConfig,
   *,
   implementation: str | None = None,
 ) -> tuple[Routing, jax.Array]:
-  """Chooses each row's experts and what they are mixed with.
+  """Chooses each row's experts and their weights.
 
   The logits are the float32 product of x and the gate. Scores are ordered by
   their bits' total order, as `lax.top_k` does: a positive NaN is the highest.
@@ -28,14 +39,15 @@ def expert_router(
     x: `[T, H]` float32 or bfloat16.
     gate: `[E, H]` float32.
     bias: `[E]` float32, added to the scores for the choice only; or None.
-    valid: `[T]` bool, rows that need experts; None if all do.
-    rules: how experts are chosen.
+    valid: `[T]` bool, rows that need experts; None if all rows do.
+    config: how experts are chosen.
     implementation: None for the best available, "mosaic_gpu" (a Hopper GPU,
       bfloat16, one group) or "reference".
 
   Returns:
-    The routing of all rows; and its ids `[T, K]` int32 again, but E, which is
-    no expert, in rows that are not valid: what `expert_mlp` takes.
+    The routing of all rows; and the dispatch ids `[T, K]` int32, which
+    `expert_mlp` takes: the routing's ids, but E, which is no expert, in rows
+    that are not valid.
 
   Raises:
     ValueError: wrong shapes or dtypes, or an implementation that is not there.
@@ -48,11 +60,13 @@ def expert_router(
     bias = _checks.check_array('bias', bias, (experts,), ('float32',))
   if valid is not None:
     valid = _checks.check_array('valid', valid, (rows,), ('bool',))
-  run = _dispatch.with_mosaic(
+  return _dispatch.call(
     'expert_router',
-    mosaic_gpu.expert_router,
-    reference.expert_router,
+    _IMPLEMENTATIONS,
     implementation,
-    mosaic_gpu.unsupported(x, experts, rules),
+    x,
+    gate,
+    bias,
+    valid,
+    config,
   )
-  return run(x, gate, bias, valid, rules)

@@ -3,8 +3,8 @@
 A float32 weight is the sum of three bfloat16 numbers, exactly (8 + 8 + 8 bits),
 and the product of two bfloat16 numbers is exact in float32. So rows in bfloat16
 lose nothing in three products, which tensor cores do in a fraction of the time
-that float32 takes beside them. The sum is cut into parts, one for each block,
-that are left to whoever reads them: it adds them up.
+that float32 takes beside them. The sum is cut into parts, one for each block;
+the kernel that reads them adds them up.
 """
 
 from typing import Any
@@ -15,29 +15,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ('TILE', 'logits', 'supported')
+from pallas_kernels import _float_order
+from pallas_kernels._hopper import WARPGROUP
+
+__all__ = ('TILE', 'logits', 'parts', 'why_not')
 
 TILE = 64  # Rows, experts and steps along the sum.
-_PARTS = 16  # At most: more are more to add up, fewer are fewer blocks.
-_TERMS = 3
+_PARTS = 16  # More parts are more to add up; fewer leave blocks idle.
+_TERMS = 3  # bfloat16 terms of a float32 weight
 
 
-def supported(rows: int, hidden: int, experts: int) -> bool:
-  """Whether `logits` takes these sizes.
-
-  A single row's product is as fast without tensor cores.
-  """
-  return rows > 1 and hidden % TILE == 0 and experts % TILE == 0
+def why_not(rows: int, hidden: int, experts: int) -> str | None:
+  """Why `logits` should not compute these sizes; None if it should."""
+  if rows <= 1:
+    return "a single row's product is as fast without tensor cores"
+  if hidden % TILE or experts % TILE:
+    return f'gate: [{experts}, {hidden}]; multiples of {TILE}'
+  return None
 
 
 def parts(hidden: int) -> int:
-  """S of `logits`."""
+  """S of `logits`, the number of parts of the sum."""
   steps = hidden // TILE
   return max(n for n in range(1, _PARTS + 1) if steps % n == 0)
 
 
 def logits(x: jax.Array, gate: jax.Array, interpret: Any = None) -> jax.Array:
-  """`x @ gate.T`, but for the last sum.
+  """`x @ gate.T`, in parts that are still to be added up.
 
   Args:
     x: `[T, H]` bfloat16, H a multiple of 64.
@@ -62,22 +66,20 @@ def logits(x: jax.Array, gate: jax.Array, interpret: Any = None) -> jax.Array:
     ),
     grid=(number, experts // TILE, tiles),
     grid_names=('part', 'experts', 'rows'),
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-    ),
+    compiler_params=WARPGROUP,
     interpret=interpret,
     kernel_name='expert_router_logits',
   )(x.reshape(rows, -1, TILE), gate)
 
 
 def _kernel(x, gate, out, *, rows, left, right, loaded):
-  """One part of the sum for 64 rows and 64 experts."""
+  """Computes one part of the sum for 64 rows and 64 experts."""
   part, mine, tile = (
     lax.axis_index(name) for name in ('part', 'experts', 'rows')
   )
   here, experts = pl.ds(tile * TILE, TILE), pl.ds(mine * TILE, TILE)
   steps = rows.shape[0]
-  # Copies of tiles as tensor cores want them come in eights of rows.
+  # The layout that tensor cores want is copied in groups of eight rows.
   for k in range(steps):
     plgpu.copy_gmem_to_smem(
       x.at[here, pl.ds(part * steps + k, 1)], rows.at[k], loaded.at[k]
@@ -111,5 +113,4 @@ def _kernel(x, gate, out, *, rows, left, right, loaded):
 
 def _upper_half(x):
   """The float32 `x` cut off, not rounded, to the bits that bfloat16 has."""
-  bits = lax.bitcast_convert_type(x, jnp.int32)
-  return lax.bitcast_convert_type(bits & -0x10000, jnp.float32)
+  return _float_order.float_of(_float_order.bits_of(x) & -0x10000)

@@ -1,12 +1,12 @@
 """The router on a Hopper GPU: two launches instead of five.
 
-XLA needs a launch each for the product and to add up its parts, sort all
-scores, look the chosen ones up and normalise them. Each costs more than what it
-does, and nothing else of a layer can run meanwhile.
+XLA takes one launch each for the product, the sum of its parts, the sort of all
+scores, the look-up of the chosen ones and their normalisation. A launch costs
+more than the work in it, and no other part of a layer can run meanwhile.
 
-Here a warp has a row, with the scores of all its experts in its registers, so
+Here a warp has one row, with the scores of all its experts in its registers, so
 that an expert is chosen by two reductions over the warp: the highest score, and
-the first expert that has it. Warps never wait for each other until they store.
+the first expert that has it. Warps wait for each other only to store.
 """
 
 import functools
@@ -18,39 +18,47 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dense
+from pallas_kernels import _float_order, dense
+from pallas_kernels._float_order import LOWEST
+from pallas_kernels._hopper import WARPGROUP
+from pallas_kernels._padding import pad_to
 from pallas_kernels.expert_router import logits as product
 from pallas_kernels.expert_router import reference
 
-__all__ = ('choose', 'expert_router', 'run', 'unsupported')
+__all__ = ('choose', 'expert_router', 'run', 'why_not')
 
 _MAX_EXPERTS = 512  # 16 scores a lane.
 _MAX_CHOICES = 8
-_MAX_ROWS = 4096  # Beyond, launches are short beside the products.
+_MAX_ROWS = 4096  # For more, launches are short beside the products.
 _WARPS = 4  # Rows of a block.
-_LANES = 64  # Pairs of scores that lie side by side for the lanes of a warp.
-# A warp has a row, a lane pairs of neighbours in it.
+_LANES = 64  # Scores of a row that the 32 lanes of a warp hold at once.
+# A warp has a row, and a lane has pairs of neighbours in it.
 _LAYOUT = plgpu.Layout.TILED(
   plgpu.Tiling(((_WARPS, _LANES), (2,))),
   warp_dims=(-3,),
   lane_dims=(-2,),
   vector_dim=-1,
 )
-_LOWEST = -(2**31)
 
 
-def unsupported(
-  x: jax.Array, experts: int, rules: reference.Rules
+def why_not(
+  x: jax.Array,
+  gate: jax.Array,
+  bias: jax.Array | None,
+  valid: jax.Array | None,
+  config: reference.RouterConfig,
 ) -> str | None:
-  """Why the kernels do not take these; None if they do."""
+  """Why the kernels cannot take these arguments; None if they can."""
+  del bias, valid
+  experts, choices = gate.shape[0], config.num_experts_per_tok
   if x.dtype != jnp.bfloat16:
     return f'x: {x.dtype}, not bfloat16'
-  if rules.groups != 1:
-    return f'{rules.groups} groups of experts'
+  if config.n_group != 1:
+    return f'{config.n_group} groups of experts'
   if not 1 <= experts <= _MAX_EXPERTS:
     return f'gate: {experts} experts; 1 to {_MAX_EXPERTS}'
-  if not 1 <= rules.choices <= min(_MAX_CHOICES, experts):
-    return f'{rules.choices} choices of {experts}; at most {_MAX_CHOICES}'
+  if not 1 <= choices <= min(_MAX_CHOICES, experts):
+    return f'{choices} choices of {experts}; at most {_MAX_CHOICES}'
   if not 1 <= x.shape[0] <= _MAX_ROWS:
     return f'x: {x.shape[0]} rows; 1 to {_MAX_ROWS}'
   return None
@@ -62,22 +70,22 @@ def expert_router(
   gate: jax.Array,
   bias: jax.Array | None,
   valid: jax.Array | None,
-  rules: reference.Rules,
+  config: reference.RouterConfig,
 ) -> tuple[reference.Routing, jax.Array]:
   """See `pallas_kernels.expert_router.api.expert_router`; bfloat16 only."""
-  return run(x, gate, bias, valid, rules)
+  return run(x, gate, bias, valid, config)
 
 
-def _forward(x, gate, bias, valid, rules):
-  return run(x, gate, bias, valid, rules), (x, gate, bias, valid)
+def _forward(x, gate, bias, valid, config):
+  return run(x, gate, bias, valid, config), (x, gate, bias, valid)
 
 
-def _backward(rules, inputs, cotangents):
-  """The reference's derivative: training is not what the kernel is for."""
+def _backward(config, inputs, cotangents):
+  """The reference's derivative; the kernel is for decoding, not training."""
   x, gate, bias, valid = inputs
 
   def primal(x, gate, bias):
-    routing, _ = reference.expert_router(x, gate, bias, valid, rules)
+    routing, _ = reference.expert_router(x, gate, bias, valid, config)
     return routing.weights, routing.choice
 
   _, vjp = jax.vjp(primal, x, gate, bias)
@@ -93,20 +101,22 @@ def run(
   gate: jax.Array,
   bias: jax.Array | None,
   valid: jax.Array | None,
-  rules: reference.Rules,
+  config: reference.RouterConfig,
   interpret: Any = None,
 ) -> tuple[reference.Routing, jax.Array]:
-  """`expert_router`; a function of its own, so that layers are lowered once."""
+  """`expert_router`; jitted by itself, so that layers are lowered once."""
   rows, experts = x.shape[0], gate.shape[0]
-  if product.supported(*x.shape, experts):
-    parts = product.logits(x, gate, interpret)
-  else:
+  if product.why_not(*x.shape, experts):
     parts = dense.matmul(x.astype(jnp.float32), gate)[None]
-  ids, sent, weights = choose(parts, bias, valid, rows, rules, interpret)
-  # Of the same logits; dead code where nobody looks at it.
+  else:
+    parts = product.logits(x, gate, interpret)
+  ids, dispatch_ids, weights = choose(
+    parts, bias, valid, rows, config, interpret
+  )
+  # XLA drops this where a program does not use the choice.
   total = jnp.sum(parts, axis=0)[:rows]
-  _, choice = reference.choice_scores(total, bias, rules)
-  return reference.Routing(ids, weights, choice), sent
+  _, choice = reference.choice_scores(total, bias, config)
+  return reference.Routing(ids, weights, choice), dispatch_ids
 
 
 def choose(
@@ -114,10 +124,10 @@ def choose(
   bias: jax.Array | None,
   valid: jax.Array | None,
   rows: int,
-  rules: reference.Rules,
+  config: reference.RouterConfig,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """All that comes after the product.
+  """Chooses experts and computes their weights from the parts of the logits.
 
   Args:
     parts: `[S, P, E]` float32, P at least T; they add up to the logits, in
@@ -125,35 +135,37 @@ def choose(
     bias: `[E]` float32, or None.
     valid: `[T]` bool, or None.
     rows: T.
-    rules: of one group.
+    config: has one group.
     interpret: parameters of the interpreter, or None.
 
   Returns:
     Ids `[T, K]` int32; the same, but E where a row is not valid; weights
-    `[T, K]` float32. In memory the choices of ids come first: a lane of the
-    kernel that sorts rows by expert takes a token.
+    `[T, K]` float32. Ids are `[K, T]` in memory, because a lane of the kernel
+    that dispatches rows to experts takes a token.
   """
   experts = parts.shape[2]
   blocks = pl.cdiv(rows, _WARPS)
   lanes = pl.cdiv(experts, _LANES) * _LANES
   whole = rows if rows == 1 else blocks * _WARPS
-  parts = _padded(parts, whole, lanes)
+  parts = pad_to(parts, whole, lanes)
   vectors = []
   if bias is not None:
-    vectors.append(_padded(bias, lanes))
+    vectors.append(pad_to(bias, lanes))
   if valid is not None:
-    vectors.append(_padded(valid.astype(jnp.int32), blocks * _WARPS))
-  ids = jax.ShapeDtypeStruct((rules.choices, rows), jnp.int32)
-  weights = jax.ShapeDtypeStruct((rows, rules.choices), jnp.float32)
+    vectors.append(pad_to(valid.astype(jnp.int32), blocks * _WARPS))
+  ids = jax.ShapeDtypeStruct((config.num_experts_per_tok, rows), jnp.int32)
+  weights = jax.ShapeDtypeStruct(
+    (rows, config.num_experts_per_tok), jnp.float32
+  )
 
   def kernel_body(parts, *refs, **scratch):
     refs = list(refs)
     bias_ref = refs.pop(0) if bias is not None else None
     valid_ref = refs.pop(0) if valid is not None else None
     _kernel(parts, bias_ref, valid_ref, *refs, **scratch,
-            experts=experts, rows=rows, rules=rules)  # fmt: skip
+            experts=experts, rows=rows, config=config)  # fmt: skip
 
-  ids, sent, weights = plgpu.kernel(
+  ids, dispatch_ids, weights = plgpu.kernel(
     kernel_body,
     out_type=(ids, ids, weights),
     scratch_types=dict(
@@ -162,30 +174,18 @@ def choose(
     ),
     grid=(blocks,),
     grid_names=('block',),
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-    ),
+    compiler_params=WARPGROUP,
     interpret=interpret,
     kernel_name='expert_router',
   )(parts, *vectors)
-  return ids.T, sent.T, weights
-
-
-def _padded(x: jax.Array, *sizes: int) -> jax.Array:
-  """`x` whose last dimensions have at least these sizes."""
-  have = x.shape[-len(sizes) :]
-  missing = [max(0, size - h) for size, h in zip(sizes, have, strict=True)]
-  if not any(missing):
-    return x
-  before = [(0, 0)] * (x.ndim - len(sizes))
-  return jnp.pad(x, before + [(0, number) for number in missing])
+  return ids.T, dispatch_ids.T, weights
 
 
 def _kernel(
-  parts, bias, valid, ids, sent, weights, *, found, gained, experts, rows,
-  rules,
+  parts, bias, valid, ids, dispatch_ids, weights, *, found, gained, experts,
+  rows, config,
 ):  # fmt: skip
-  """Four rows, or one that all warps have."""
+  """Routes four rows, or a single row that all warps have."""
   first = lax.axis_index('block') * _WARPS
   shape = (_WARPS, parts.shape[2])
 
@@ -202,34 +202,35 @@ def _kernel(
   asked = None
   if valid is not None:
     asked = _load(valid.at[pl.ds(first, _WARPS)], 1) != 0
-  scores = choice = _scores(sum(loaded[1:], loaded[0]), experts, rules)
+  scores = choice = _scores(sum(loaded[1:], loaded[0]), experts, config)
   if bias is not None:
     choice += across(_load(bias, 0))
-  chosen, gains = _choose(scores, choice, experts, rules.choices)
-  if rules.normalize:
+  choices = config.num_experts_per_tok
+  chosen, gains = _choose(scores, choice, experts, choices)
+  if config.norm_topk_prob:
     total = sum(gains[1:], gains[0]) + 1e-20
     gains = [gain / total for gain in gains]
-  gains = [gain * rules.scale for gain in gains]
+  gains = [gain * config.routed_scaling_factor for gain in gains]
 
-  sent_ids = chosen
+  to_dispatch = chosen
   if asked is not None:
-    sent_ids = [jnp.where(asked, expert, experts) for expert in chosen]
-  _write_columns(found, chosen + sent_ids)
+    to_dispatch = [jnp.where(asked, expert, experts) for expert in chosen]
+  _write_columns(found, chosen + to_dispatch)
   _write_columns(gained, gains)
   for row in range(_WARPS if rows > 1 else 1):
 
     @pl.when(first + row < rows)
     def _(row=row):
-      for k in range(rules.choices):
+      for k in range(choices):
         ids[k, first + row] = found[row, k]
-        sent[k, first + row] = found[row, rules.choices + k]
+        dispatch_ids[k, first + row] = found[row, choices + k]
         weights[first + row, k] = gained[row, k]
 
 
 def _write_columns(ref, columns):
-  """Writes vectors `[4]`, in one store: each stands between two barriers."""
+  """Writes vectors `[4]` as columns, in one store, as each has two barriers."""
   place = _column(ref.shape)
-  # What nobody reads is the first one's.
+  # Columns that are not read hold the first vector.
   table = lax.broadcast_in_dim(columns[0], ref.shape, (0,))
   for i, column in enumerate(columns[1:], 1):
     column = lax.broadcast_in_dim(column, ref.shape, (0,))
@@ -237,9 +238,9 @@ def _write_columns(ref, columns):
   ref[...] = table
 
 
-def _scores(logits, experts, rules):
-  """What the rows are mixed by, `[4, E]`; anything where no expert is."""
-  if rules.sigmoid:
+def _scores(logits, experts, config):
+  """The scores that make weights, `[4, E]`; anything in columns past E."""
+  if config.scoring_func == 'sigmoid':
     return 1.0 / (1.0 + jnp.exp(-logits))
   logits = jnp.where(_column(logits.shape) < experts, logits, -jnp.inf)
   highest = jnp.max(logits, axis=1)
@@ -251,26 +252,22 @@ def _scores(logits, experts, rules):
 def _choose(scores, choice, experts, choices):
   """The experts `[4]` of the highest `choice`, and their `scores` `[4]`."""
   expert = _column(scores.shape)
-  bits, key = _bits(scores), _bits(choice)
-  # Integers in the total order of floats; the lowest is left for no expert.
-  key ^= (key >> 31) & 0x7FFFFFFF
-  key = jnp.maximum(key, _LOWEST + 1)
-  key = jnp.where(expert < experts, key, _LOWEST)
+  bits, key = _float_order.bits_of(scores), _float_order.bits_of(choice)
+  # The lowest key is kept for columns of no expert.
+  key = _float_order.flip_negative(key)
+  key = jnp.maximum(key, LOWEST + 1)
+  key = jnp.where(expert < experts, key, LOWEST)
   chosen, gains = [], []
   for _ in range(choices):
     best = lax.broadcast_in_dim(jnp.max(key, axis=1), key.shape, (0,))
-    # The least by a maximum: a warp has an instruction for that.
-    first = -jnp.max(jnp.where(key == best, -expert, _LOWEST), axis=1)
+    # The first expert, by a maximum: a warp has an instruction for that.
+    first = -jnp.max(jnp.where(key == best, -expert, LOWEST), axis=1)
     here = expert == lax.broadcast_in_dim(first, key.shape, (0,))
-    key = jnp.where(here, _LOWEST, key)
+    key = jnp.where(here, LOWEST, key)
     gain = jnp.sum(jnp.where(here, bits, 0), axis=1)
     chosen.append(first)
-    gains.append(lax.bitcast_convert_type(gain, jnp.float32))
+    gains.append(_float_order.float_of(gain))
   return chosen, gains
-
-
-def _bits(x):
-  return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _column(shape):

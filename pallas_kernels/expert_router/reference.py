@@ -11,32 +11,42 @@ from pallas_kernels import dense
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-  """How experts are chosen (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2).
+class RouterConfig:
+  """How experts are chosen, in the words of Hugging Face configs.
+
+  Source: DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2.
 
   Attributes:
-    choices: K, experts a row.
-    sigmoid: whether scores are the logits' sigmoid, not their softmax.
-    normalize: whether a row's weights are made to sum to 1.
-    scale: what the weights are multiplied with in the end.
-    groups: parts of equal size that the experts come in.
-    open_groups: how many of them, the best ones, a row may choose from.
-    group_best: a group is scored by the sum of so many of its best experts.
-    closed: the score of experts in other groups.
+    num_experts_per_tok: K, number of experts of a row.
+    scoring_func: "sigmoid" or "softmax", which makes scores of logits.
+    norm_topk_prob: whether a row's weights are divided by their sum.
+    routed_scaling_factor: factor of the weights, applied last.
+    n_group: number of groups of equal size that the experts are in.
+    topk_group: number of groups, the best ones, that a row may choose from.
+    group_score_experts: a group's score is the sum of the scores of so many of
+      its best experts.
+    masked_score: score of the experts in the other groups.
   """
 
-  choices: int
-  sigmoid: bool
-  normalize: bool
-  scale: float
-  groups: int = 1
-  open_groups: int = 1
-  group_best: int = 1
-  closed: float = 0.0
+  num_experts_per_tok: int
+  scoring_func: str
+  norm_topk_prob: bool
+  routed_scaling_factor: float
+  n_group: int = 1
+  topk_group: int = 1
+  group_score_experts: int = 1
+  masked_score: float = 0.0
+
+  def __post_init__(self):
+    """Refuses a scoring function that does not exist."""
+    if self.scoring_func not in ('sigmoid', 'softmax'):
+      raise ValueError(
+        f'scoring_func: expected sigmoid or softmax, got {self.scoring_func!r}'
+      )
 
 
 class Routing(NamedTuple):
-  """Where T rows go.
+  """The experts of T rows.
 
   Attributes:
     ids: `[T, K]` int32, ties to the lowest expert.
@@ -55,55 +65,68 @@ def expert_router(
   gate: jax.Array,
   bias: jax.Array | None,
   valid: jax.Array | None,
-  rules: Rules,
+  config: RouterConfig,
 ) -> tuple[Routing, jax.Array]:
   """See `pallas_kernels.expert_router.api.expert_router`."""
-  routing = route(dense.matmul(x.astype(jnp.float32), gate), bias, rules)
-  return routing, sent(routing.ids, valid, gate.shape[0])
+  routing = route(dense.matmul(x.astype(jnp.float32), gate), bias, config)
+  return routing, dispatch_ids(routing.ids, valid, gate.shape[0])
 
 
-def sent(ids: jax.Array, valid: jax.Array | None, experts: int) -> jax.Array:
-  """`ids [T, K]`, but no expert's (E) for rows that are not `valid [T]`."""
+def dispatch_ids(
+  ids: jax.Array, valid: jax.Array | None, experts: int
+) -> jax.Array:
+  """`ids [T, K]`, but E, which is no expert, in rows not `valid [T]`."""
   return ids if valid is None else jnp.where(valid[:, None], ids, experts)
 
 
 def choice_scores(
-  logits: jax.Array, bias: jax.Array | None, rules: Rules
+  logits: jax.Array, bias: jax.Array | None, config: RouterConfig
 ) -> tuple[jax.Array, jax.Array]:
-  """The scores by which rows are mixed and chosen, `[T, E]` float32."""
-  if rules.sigmoid:
+  """Scores from which weights are taken, and by which experts are chosen.
+
+  Args:
+    logits: `[T, E]` float32.
+    bias: `[E]` float32, added to the second; or None.
+    config: has the scoring function.
+
+  Returns:
+    Both are `[T, E]` float32.
+  """
+  if config.scoring_func == 'sigmoid':
     scores = jax.nn.sigmoid(logits)
   else:
     scores = jax.nn.softmax(logits, axis=-1)
   return scores, scores if bias is None else scores + bias[None, :]
 
 
-def route(logits: jax.Array, bias: jax.Array | None, rules: Rules) -> Routing:
+def route(
+  logits: jax.Array, bias: jax.Array | None, config: RouterConfig
+) -> Routing:
   """Chooses experts and mixing weights.
 
   Args:
     logits: `[T, E]` float32.
     bias: `[E]` float32, used for the choice only, never for the weights; or
       None.
-    rules: scoring, grouping and scaling.
+    config: scoring, grouping and scaling.
   """
-  scores, choice = choice_scores(logits, bias, rules)
-  _, ids = lax.top_k(_keep_best_groups(choice, rules), rules.choices)
+  scores, choice = choice_scores(logits, bias, config)
+  _, ids = lax.top_k(_mask_groups(choice, config), config.num_experts_per_tok)
   weights = jnp.take_along_axis(scores, ids, axis=-1)
-  if rules.normalize:
+  if config.norm_topk_prob:
     weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-  return Routing(ids, weights * rules.scale, choice)
+  return Routing(ids, weights * config.routed_scaling_factor, choice)
 
 
-def _keep_best_groups(scores: jax.Array, rules: Rules) -> jax.Array:
-  """Closes all but the `open_groups` best groups."""
-  rows, groups = scores.shape[0], rules.groups
+def _mask_groups(scores: jax.Array, config: RouterConfig) -> jax.Array:
+  """Masks the scores of all but the `topk_group` best groups."""
+  rows, groups = scores.shape[0], config.n_group
   if groups == 1:
     return scores
   grouped = scores.reshape(rows, groups, -1)
-  group_scores = lax.top_k(grouped, rules.group_best)[0].sum(axis=-1)
-  _, kept = lax.top_k(group_scores, rules.open_groups)
+  group_scores = lax.top_k(grouped, config.group_score_experts)[0].sum(axis=-1)
+  _, kept = lax.top_k(group_scores, config.topk_group)
   keep = jax.nn.one_hot(kept, groups, dtype=jnp.bool_).any(axis=1)
-  return jnp.where(keep[:, :, None], grouped, rules.closed).reshape(
+  return jnp.where(keep[:, :, None], grouped, config.masked_score).reshape(
     scores.shape
   )

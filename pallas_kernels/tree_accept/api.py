@@ -8,6 +8,13 @@ from pallas_kernels.tree_accept.reference import AcceptArrays
 
 __all__ = ('AcceptArrays', 'tree_accept')
 
+_IMPLEMENTATIONS = {
+  'mosaic_gpu': _dispatch.for_hopper(
+    mosaic_gpu.tree_accept, mosaic_gpu.why_not
+  ),
+  'reference': _dispatch.Implementation(reference.tree_accept),
+}
+
 
 def tree_accept(
   tokens: jax.Array,
@@ -26,7 +33,7 @@ def tree_accept(
   when `target_tokens` are the target's samples (sample and match).
 
   It ends after `max_depth` steps whatever `parents` holds: parents out of
-  range are nobody's children, and cycles are cut by the bound.
+  range are children of no node, and cycles end at the bound.
 
   Args:
     tokens: `[B, N]` int32, the nodes' tokens; node 0 is the root.
@@ -59,11 +66,13 @@ def tree_accept(
     'target_tokens', target_tokens, (batch, n), _checks.INT32
   )
   max_depth = _checks.check_int('max_depth', max_depth, 0)
-  run = _dispatch.with_mosaic(
+  return _dispatch.call(
     'tree_accept',
-    mosaic_gpu.tree_accept,
-    reference.tree_accept,
+    _IMPLEMENTATIONS,
     implementation,
-    mosaic_gpu.unsupported(n, batch),
+    tokens,
+    parents,
+    num_nodes,
+    target_tokens,
+    max_depth=max_depth,
   )
-  return run(tokens, parents, num_nodes, target_tokens, max_depth=max_depth)

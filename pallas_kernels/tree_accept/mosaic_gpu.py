@@ -8,20 +8,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._hopper import LANES, WARPGROUP
+from pallas_kernels._padding import round_up
 from pallas_kernels.tree_accept.reference import AcceptArrays
 
 MAX_NODES = 8192  # three arrays of them in shared memory
 
-_LANES = 128  # threads of a warpgroup, and the narrowest vector
 _IN_FLIGHT = 16  # blocks loaded before the first store waits
 
 
-def unsupported(num_nodes: int, batch: int) -> str | None:
-  """Why trees of N nodes cannot run; None if they can."""
+def why_not(
+  tokens: jax.Array, *others: jax.Array, max_depth: int
+) -> str | None:
+  """Why the kernel cannot take these; None if it can."""
+  del others, max_depth
+  batch, n = tokens.shape
   if batch == 0:
     return 'an empty batch'
-  if num_nodes > MAX_NODES:
-    return f'{num_nodes} nodes, more than {MAX_NODES}'
+  if n > MAX_NODES:
+    return f'{n} nodes, more than {MAX_NODES}'
   return None
 
 
@@ -43,7 +48,7 @@ def tree_accept(
     interpret: `plgpu.InterpretGPUParams` to run without a GPU.
   """
   batch, n = tokens.shape
-  size = -(-n // _LANES) * _LANES
+  size = round_up(n, LANES)
   smem = plgpu.SMEM((size,), jnp.int32)
   path, accepted, following = plgpu.kernel(
     functools.partial(_walk_kernel, n=n, max_depth=max_depth),
@@ -55,9 +60,7 @@ def tree_accept(
     scratch_types=dict(tokens=smem, parents=smem, target=smem),
     grid=(batch,),
     grid_names=('row',),
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-    ),
+    compiler_params=WARPGROUP,
     interpret=interpret,
     kernel_name='tree_accept_walk',
   )(tokens, parents, num_nodes, target_tokens)
@@ -75,7 +78,7 @@ def _walk_kernel(
   ):  # fmt: skip
     _copy_row(source, row, copy, n)
   index = lax.iota(jnp.int32, parents.shape[0])
-  # What lies behind the n-th entry of the copies is never a node.
+  # Entries of the copies from the n-th on are never a node.
   last = jnp.minimum(num_nodes_ref[row], n)
 
   def step(state):
@@ -113,16 +116,16 @@ def _copy_row(source, row, target, n):
   (Wider ones would load several entries a thread at once, which rows of an odd
   length do not align for.) The last block overlaps the one before it.
   """
-  if n < _LANES:
+  if n < LANES:
     for first in range(0, n, _IN_FLIGHT):
       at = range(first, min(first + _IN_FLIGHT, n))
       loaded = [source[row, i] for i in at]
       for i, x in zip(at, loaded, strict=True):
         target[i] = x
     return
-  starts = [min(i, n - _LANES) for i in range(0, n, _LANES)]
+  starts = [min(i, n - LANES) for i in range(0, n, LANES)]
   for first in range(0, len(starts), _IN_FLIGHT):
-    at = [pl.ds(i, _LANES) for i in starts[first : first + _IN_FLIGHT]]
+    at = [pl.ds(i, LANES) for i in starts[first : first + _IN_FLIGHT]]
     loaded = [source[row, s] for s in at]
     for s, x in zip(at, loaded, strict=True):
       target[s] = x

@@ -3,11 +3,16 @@
 import jax
 
 from pallas_kernels import _checks, _dispatch
+from pallas_kernels._bits import ancestors_from_parents
 from pallas_kernels.tree_build import mosaic_gpu, reference
-from pallas_kernels.tree_build.bits import ancestors_from_parents
-from pallas_kernels.tree_build.reference import TreeArrays
+from pallas_kernels.tree_build.reference import TreeArrays, canonical
 
-__all__ = ('ancestors_from_parents', 'TreeArrays', 'tree_build')
+__all__ = ('ancestors_from_parents', 'canonical', 'TreeArrays', 'tree_build')
+
+_IMPLEMENTATIONS = {
+  'mosaic_gpu': _dispatch.for_hopper(mosaic_gpu.tree_build, mosaic_gpu.why_not),
+  'reference': _dispatch.Implementation(reference.tree_build),
+}
 
 
 def tree_build(
@@ -27,7 +32,8 @@ def tree_build(
   Source: DDTree, github.com/liranringel/ddtree.
 
   A logit of -inf or NaN bars its token; a depth that bars every token ends
-  the tree. Logits of +inf count as the largest finite float32.
+  the tree. Logits of +inf share all probability and bar the others of their
+  depth. (`canonical` makes NaN -inf, and +inf the largest finite float32.)
 
   Args:
     logits: `[B, D, V]` float32 or bfloat16; D at most 31, V at most 2^20. D = 0
@@ -61,11 +67,6 @@ def tree_build(
     raise ValueError(
       f'logits: vocabulary of {vocab}; expected 1..{reference.MAX_VOCAB}'
     )
-  run = _dispatch.with_mosaic(
-    'tree_build',
-    mosaic_gpu.tree_build,
-    reference.tree_build,
-    implementation,
-    mosaic_gpu.unsupported(logits.shape, budget),
+  return _dispatch.call(
+    'tree_build', _IMPLEMENTATIONS, implementation, logits, root, budget=budget
   )
-  return run(logits, root, budget=budget)

@@ -1,8 +1,8 @@
-"""Trees on a Hopper GPU, all nodes down to a score at once.
+"""Trees on a Hopper GPU, by all nodes down to a score at once.
 
-For larger budgets, where a pop each takes too long: 16 warps collect all
-prefixes down to a falling score until there are enough, in no order, and XLA
-ranks those by counting what goes before.
+For larger budgets, popping node by node takes too long. Here 16 warps collect
+all prefixes down to a score that falls until there are enough, in no order. XLA
+then ranks each of them by the number of those before it.
 """
 
 import functools
@@ -14,21 +14,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._hopper import LANE, LANES, SHARED_BYTES, WARPS
+from pallas_kernels._padding import round_up
 from pallas_kernels.tree_build import reference
 from pallas_kernels.tree_build.mosaic_common import (
   DEPTH_BITS,
-  LANES,
-  WARPS,
   append_rank,
   copy_row,
-  round_up,
 )
 from pallas_kernels.tree_build.mosaic_select import inverse
 from pallas_kernels.tree_build.reference import DEAD
 
-_GROUPS = 4  # warpgroups of the kernel for larger ones
+_GROUPS = 4  # warpgroups of the kernel
 _AHEAD = 4  # children looked for at once
-_SHARED_BYTES = 220 * 1024  # a block's shared memory, less what is reserved
+# What nodes may take of a block's shared memory; counts and barriers want some.
+_NODE_BYTES = SHARED_BYTES - 7 * 1024
 _WIDEST = 1 << 28  # fixed-point width of a band
 _LOWEST_SCORE = DEAD + 1
 _OUTPUTS = ('parents', 'places', 'depths', 'scores', 'hi', 'lo')
@@ -47,7 +47,7 @@ def grow(log_q, budget, *, interpret):
   names = _OUTPUTS + ('next_rank', 'saved_rank', 'children', 'used')
   # Room for twice the tree, so that the last band may overshoot; less where
   # many depths leave less. (At most 147 of 227 KB are taken before.)
-  room = (_SHARED_BYTES // 4 - (levels + 1) * width) // len(names)
+  room = (_NODE_BYTES // 4 - (levels + 1) * width) // len(names)
   slots = min(round_up(2 * (1 + budget), LANES), room // LANES * LANES)
   out = jax.ShapeDtypeStruct((batch, slots), jnp.int32)
   smem = plgpu.SMEM((slots,), jnp.int32)
@@ -68,10 +68,7 @@ def grow(log_q, budget, *, interpret):
     grid_names=('row',),
     num_threads=_GROUPS,
     thread_name='group',
-    # Warps can load scalars under Lane semantics only.
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Lane
-    ),
+    compiler_params=LANE,
     interpret=interpret,
     kernel_name='tree_build_bands',
   )(padded)
@@ -237,7 +234,7 @@ def _band_round(context, target, first, end):
     least = jnp.maximum(target - node['scores'][i], DEAD + 1)
 
     def ahead(c):
-      """Of the next `_AHEAD` ranks those that do; they come first."""
+      """How many of the next `_AHEAD` ranks reach it; they come first."""
       near = [log_q[at + c + u] for u in range(_AHEAD)]
       return sum(jnp.where(x >= least, 1, 0) for x in near)
 
@@ -309,7 +306,9 @@ def _write_children(context, i, start):
 
 
 def _preorder(context, tie, quota, size):
-  """The tree anew, depth first, by one warp: for many nodes of one score.
+  """Builds the tree again, depth first, in one warp.
+
+  It settles which nodes count where many have one score.
 
   It keeps all nodes that score above `tie`, and of those at `tie` the first
   `quota` in lexicographic order, which is the order of the walk.

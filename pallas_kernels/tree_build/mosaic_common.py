@@ -1,31 +1,20 @@
-"""What the kernels of the tree build share: order of paths, copies, sizes."""
+"""What the kernels of the tree build share: the order of paths, and copies."""
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-
-LANES = 128  # threads of a warpgroup
-WARPS = 4  # warps of a warpgroup
-LOWEST = np.int32(-(2**31))  # key below that of every float
-HIGHEST = np.int32(2**31 - 1)
 
 # A path as a binary number whose order is the lexicographic order of ranks:
 # rank r becomes k ones, a zero and the k low bits of r + 1, k = floor(log2(r +
 # 1)), left-aligned, so that longer paths only append. The ranks of a path in
-# the frontier have a product of (r + 1) of at most 2 * budget, since nothing
-# with more predecessors than that is ever reached, so a path of 31 ranks takes
+# the frontier have a product of (r + 1) of at most 2 * budget, since no path
+# with more predecessors than that is reached, so a path of 31 ranks takes
 # at most 2 * 11 + 31 = 53 bits. (Bands collect up to 2 * (1 + budget) nodes
-# with all that goes before them: the same bound.) A path and its extensions by
+# with all their predecessors: the same bound.) A path and its extensions by
 # rank 0 share one number; the depth, in the last bits, puts the shorter one
 # first.
 HI_BITS = 31
 LO_BITS = 26
 DEPTH_BITS = 5
-
-
-def round_up(x: int, multiple: int) -> int:
-  """The least multiple that is not below x."""
-  return -(-x // multiple) * multiple
 
 
 def append_rank(hi, lo, used, rank, k):

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import _bits
 from pallas_kernels.tree_build import (
-  bits,
   mosaic_bands,
   mosaic_pops,
   mosaic_select,
@@ -27,10 +27,11 @@ MAX_BUDGET = mosaic_select.MAX_COUNT
 _POPPED = 64  # largest budget for which nodes are popped one by one
 
 
-def unsupported(shape: tuple[int, ...], budget: int) -> str | None:
-  """Why `[B, D, V]` logits with this budget cannot run; None if they can."""
-  if 0 in shape:
-    return f'no logits in {list(shape)}'
+def why_not(logits: jax.Array, root: jax.Array, *, budget: int) -> str | None:
+  """Why the kernels cannot take these; None if they can."""
+  del root
+  if 0 in logits.shape:
+    return f'no logits in {list(logits.shape)}'
   if not 1 <= budget <= MAX_BUDGET:
     return f'budget {budget} is not in 1..{MAX_BUDGET}'
   return None
@@ -112,7 +113,7 @@ def tree_from_ranks(
 
 
 def ancestors_by_doubling(parents: jax.Array, max_depth: int) -> jax.Array:
-  """`bits.ancestors_from_parents` for well-formed trees, in log2(D) gathers.
+  """`_bits.ancestors_from_parents` for well-formed trees, in log2(D) gathers.
 
   Args:
     parents: `[B, N]` int32; -1 for the root (node 0) and for padding.
@@ -132,9 +133,9 @@ def ancestors_by_doubling(parents: jax.Array, max_depth: int) -> jax.Array:
   while above.shape[2] <= max_depth:
     above = jnp.concatenate([above, follow(above)], axis=2)
     jump = follow(jump)
-  words = np.arange(bits.num_words(n), dtype=np.int32)[None, None, :, None]
+  words = np.arange(_bits.num_words(n), dtype=np.int32)[None, None, :, None]
   above = above[:, :, None, :]
-  bit = jnp.uint32(1) << (above & (bits.WORD_BITS - 1)).astype(jnp.uint32)
+  bit = jnp.uint32(1) << (above & (_bits.WORD_BITS - 1)).astype(jnp.uint32)
   # Each ancestor occurs once, so the sum of their bits is the union.
   return jnp.sum(
     jnp.where((above >> 5) == words, bit, jnp.uint32(0)),

@@ -1,8 +1,8 @@
 """Trees on a Hopper GPU, node by node: for small budgets.
 
-One block of threads a tree pops one node after the other. The frontier holds
-one entry a node, the next child of that node, so a pop is a maximum over
-`budget` entries, and changes two of them.
+Each tree has one block of threads, which pops one node after the other. The
+frontier holds one entry a node, the next child of that node, so a pop is a
+maximum over `budget` entries, and changes two of them.
 """
 
 import functools
@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_build import bits
+from pallas_kernels import _bits
+from pallas_kernels._float_order import HIGHEST
+from pallas_kernels._hopper import LANES, WARPGROUP
+from pallas_kernels._padding import round_up
 from pallas_kernels.tree_build.mosaic_common import (
   DEPTH_BITS,
-  HIGHEST,
-  LANES,
   append_rank,
   copy_row,
-  round_up,
 )
 from pallas_kernels.tree_build.reference import DEAD
 
-_TIE = 1 << 16  # above every slot; two of them summed tell a tie
+_TIE = 1 << 16  # above every slot; a sum that has it twice means a tie
 
 
 def grow(log_q, budget, *, interpret):
@@ -35,7 +35,7 @@ def grow(log_q, budget, *, interpret):
     num_nodes `[B, 1]`, root included.
   """
   batch, depth, num_ranks = log_q.shape
-  # Behind every row and below the last one a dead entry: no bounds to check.
+  # A dead entry after every row, and a dead row, save the checks of bounds.
   width = round_up(num_ranks + 1, LANES)
   padded = jnp.pad(
     log_q,
@@ -46,7 +46,7 @@ def grow(log_q, budget, *, interpret):
   out = jax.ShapeDtypeStruct((batch, slots), jnp.int32)
   smem = plgpu.SMEM((slots,), jnp.int32)
   frontier = plgpu.SMEM((round_up(budget, LANES),), jnp.int32)
-  words = bits.num_words(1 + budget)
+  words = _bits.num_words(1 + budget)
   nodes = 'parents places depths scores next_rank hi lo used'.split()
   *found, ancestors, num_nodes = plgpu.kernel(
     functools.partial(
@@ -65,9 +65,7 @@ def grow(log_q, budget, *, interpret):
     ),
     grid=(batch,),
     grid_names=('row',),
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-    ),
+    compiler_params=WARPGROUP,
     interpret=interpret,
     kernel_name='tree_build_grow',
   )(padded)
@@ -86,9 +84,9 @@ def _grow_kernel(
   next child of each node, which has rank `node['next_rank']`; its scores stay
   in registers.
 
-  All warps run the same scalar code, unsynchronised but for the reductions: the
-  sum stands between the stores of a pop and the loads of the next one, the
-  maximum between the loads and the stores of the same.
+  All warps run the same scalar code, and only the reductions synchronise them:
+  the sum comes between the stores of a pop and the loads of the next one, the
+  maximum between the loads and the stores of one pop.
   """
   row = lax.axis_index('row')
   slots = child['hi'].shape[0]
@@ -128,7 +126,7 @@ def _grow_kernel(
       31 - lax.clz(rank + 2),
     )  # fmt: skip
     sets = [row_bits[p] for row_bits in ancestors]
-    # The last node may have no slot, and takes another's: nobody looks again.
+    # The last node may have no slot; it takes another's, read no more.
     slot = jnp.minimum(n, slots - 1)
     below = jnp.where(child_step == DEAD, DEAD, best + child_step)
     beside = jnp.where(next_step == DEAD, DEAD, above + next_step)

@@ -1,11 +1,11 @@
-"""The best of long rows on a Hopper GPU, exactly, ties by lowest id.
+"""Exact selection of the best of long rows, ties by lowest id, on a Hopper GPU.
 
 `select` reduces every row of logits to a few more than the number wanted, in no
-order; `sorted_by_rank` sorts those. Every row is cut into slices, one block of
-threads each. A block finds a threshold that enough of its elements reach, by
-bisection on integers in the order of the floats, first over the maxima of
-strided columns, then over the elements only if too many pass, and compacts what
-passes. Where many slices leave many candidates, the kernel runs again on those.
+order; `sorted_by_rank` sorts those. Every row is cut into slices, each for one
+block of threads. A block finds a threshold that enough of its elements reach,
+by bisection on integers in the order of the floats: over the maxima of strided
+columns, and then, if too many pass, over the elements. It writes those that
+pass. Where many slices leave many candidates, the kernel runs again on those.
 """
 
 import functools
@@ -17,17 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_build.mosaic_common import (
-  HIGHEST,
-  LANES,
-  LOWEST,
-  WARPS,
-  round_up,
-)
+from pallas_kernels import _float_order
+from pallas_kernels._float_order import HIGHEST, LOWEST
+from pallas_kernels._hopper import LANE, LANES, WARPS
+from pallas_kernels._padding import round_up
 
 MAX_COUNT = 1024
 
-_COLUMNS = 1024  # least strided columns a long slice is seen as
+_COLUMNS = 1024  # least number of strided columns of a long slice
 _SLICE = 20480  # longest slice of logits: 80 KB of shared memory
 _SLICE_WITH_IDS = 12288  # the same where ids are kept beside the keys
 _RANKED_AT_ONCE = 1152  # longest row whose ranks XLA counts, in square time
@@ -38,7 +35,7 @@ _IN_FLIGHT = 10  # blocks of columns loaded at once
 
 def float_of_key(keys: jax.Array) -> jax.Array:
   """Inverse of `_key_of_float`."""
-  return lax.bitcast_convert_type(_flip(keys), jnp.float32)
+  return _float_order.float_of(_float_order.flip_negative(keys))
 
 
 def _key_of_float(x: jax.Array) -> jax.Array:
@@ -47,19 +44,14 @@ def _key_of_float(x: jax.Array) -> jax.Array:
   x = jnp.where(x != x, -jnp.inf, x)
   x = jnp.minimum(x, jnp.finfo(jnp.float32).max)
   x = jnp.where(x == 0, 0.0, x)
-  return _flip(lax.bitcast_convert_type(x, jnp.int32))
-
-
-def _flip(x: jax.Array) -> jax.Array:
-  """Reverses the order of negative floats' bits; its own inverse."""
-  return x ^ ((x >> 31) & HIGHEST)
+  return _float_order.flip_negative(_float_order.bits_of(x))
 
 
 def sorted_by_rank(keys, ids, count):
   """The `count` best of `[R, n]` by (key descending, id ascending).
 
-  Ranks are counts of what goes before, so that no sort is needed: both steps
-  are one fused reduction over all pairs.
+  An entry's rank is the number of entries before it, so no sort is needed: both
+  steps are one fused reduction over all pairs.
   """
   mine, others = keys[:, :, None], keys[:, None, :]
   before = others > mine
@@ -148,10 +140,7 @@ def _select_pass(x, ids, count, capacity, n, columns, interpret):
     scratch_types=scratch,
     grid=(rows, parts),
     grid_names=('row', 'part'),
-    # Warps can load scalars under Lane semantics only.
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Lane
-    ),
+    compiler_params=LANE,
     interpret=interpret,
     kernel_name='tree_build_select',
   )(*((x, ids) if has_ids else (x,)))
@@ -333,8 +322,9 @@ def _compact(passes, keys, own_ids, column, passing, found, found_count):
   """Lists the positions that pass, each warp those of its own columns.
 
   First the columns with any, then their first and last element that passes
-  (`column`), and what is between only where there are more. Branch-free: an
-  entry is always written behind the list, which grows by it only if it counts.
+  (`column`), and those in between only where there are more. To avoid
+  branches, an entry is always written after the list's end, which moves only if
+  the entry counts.
   """
   size = column['many'].shape[0]
   own_columns = size // WARPS

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.tree_build import bits
+from pallas_kernels import _bits
 
 SCALE = 1 << 20
 """Units of a fixed-point score to one nat."""
@@ -79,7 +79,8 @@ def rank_marginals(
     num_ranks: K, static, at most V.
 
   Returns:
-    log_q: `[B, D, K]` int32; `DEAD` where the logit is -inf.
+    log_q: `[B, D, K]` int32; `DEAD` where the logit is -inf, or less than one
+      of +inf.
     token_ids: `[B, D, K]` int32, by (logit descending, id ascending).
   """
   logits = canonical(logits)
@@ -118,10 +119,14 @@ def log_sum_exp(logits: jax.Array, highest: jax.Array) -> jax.Array:
 def log_q_of_values(
   values: jax.Array, highest: jax.Array, lse: jax.Array
 ) -> jax.Array:
-  """Fixed-point log q `[B, D, K]` of canonical logits, see `rank_marginals`."""
+  """Fixed-point log q `[B, D, K]` of canonical logits, see `rank_marginals`.
+
+  Beside the largest float, which +inf became, no other has any probability.
+  """
   z = jnp.maximum(jnp.round((values - highest) * SCALE), FLOOR)
   log_q = z.astype(jnp.int32) - lse
-  return jnp.where(values == -jnp.inf, DEAD, log_q)
+  beaten = (highest == jnp.finfo(jnp.float32).max) & (values < highest)
+  return jnp.where((values == -jnp.inf) | beaten, DEAD, log_q)
 
 
 def tree_from_ranks(
@@ -140,7 +145,7 @@ def tree_from_ranks(
   tokens, parents, depths, scores, num_nodes = jax.vmap(build)(
     log_q, token_ids, root
   )
-  ancestors = bits.ancestors_from_parents(parents, min(log_q.shape[1], budget))
+  ancestors = _bits.ancestors_from_parents(parents, min(log_q.shape[1], budget))
   return TreeArrays(tokens, parents, depths, scores, num_nodes, ancestors)
 
 

@@ -13,11 +13,20 @@ import math
 
 import jax
 
-from pallas_kernels import _checks, _dispatch
-from pallas_kernels.tree_build import bits
+from pallas_kernels import _bits, _checks, _dispatch
 from pallas_kernels.verify_attention import mosaic_gpu, reference, training
 
 __all__ = ('verify_attention',)
+
+_IMPLEMENTATIONS = {
+  'mosaic_gpu': _dispatch.for_hopper(
+    mosaic_gpu.verify_attention, mosaic_gpu.why_not
+  ),
+  'reference': _dispatch.Implementation(reference.verify_attention),
+  'training': _dispatch.Implementation(
+    training.verify_attention, training.why_not
+  ),
+}
 
 
 def verify_attention(
@@ -35,10 +44,11 @@ def verify_attention(
   """Attention of N new nodes over the committed prefix and each other.
 
   A node sees the first `lengths[b]` rows of `cache[layer, b]` and the new rows
-  its ancestor bits name. Nothing else is read: the cache beyond `lengths`, and
-  new rows that no node sees, may hold NaN; any finite content of rows that a
-  node does not see leaves its result bitwise the same. A node that sees
-  nothing gets zeros.
+  its ancestor bits name. Any content of other rows leaves its result bitwise
+  the same, NaN and infinities included, wherever they are: behind `lengths`, in
+  padding, in new rows that other nodes see. NaN in a row that a node does see
+  makes NaN of its result; an infinity does so unless it makes the row's weight
+  0. A node that sees nothing gets zeros.
 
   Args:
     query: `[B, N, H, C]` float32 or bfloat16.
@@ -48,10 +58,10 @@ def verify_attention(
     layer: index of the layer in the cache, static.
     value_dim: R, how many leading values of a row are its value, static.
     scale: softmax scale, static.
-    ancestors: `[B, N, ceil(N / 32)]` uint32 as in `tree_build.bits`, or None
+    ancestors: `[B, N, ceil(N / 32)]` uint32 as in `_bits`, or None
       for a chain: node i sees the new rows j <= i.
     implementation: "reference", "mosaic_gpu" (bfloat16 on a Hopper GPU, see
-      `mosaic_gpu.supported`), "training" (an empty cache, finite rows, and no
+      `mosaic_gpu.why_not`), "training" (an empty cache, finite rows, and no
       node sees a later one; its gradient keeps no scores), or None for the
       best that runs.
 
@@ -74,23 +84,18 @@ def verify_attention(
     raise ValueError(f'scale: expected a finite number, got {scale!r}')
   if ancestors is not None:
     ancestors = _checks.check_array(
-      'ancestors', ancestors, (batch, n, bits.num_words(n)), ('uint32',)
+      'ancestors', ancestors, (batch, n, _bits.num_words(n)), ('uint32',)
     )
-  static = dict(layer=layer, value_dim=value_dim, scale=float(scale))
-  if implementation == 'training':
-    if cache.shape[2]:
-      raise ValueError(
-        'implementation: "training" takes an empty cache, not one of '
-        f'{cache.shape[2]} rows'
-      )
-    return training.verify_attention(
-      query, rows, ancestors, value_dim, float(scale)
-    )
-  run = _dispatch.with_mosaic(
+  return _dispatch.call(
     'verify_attention',
-    mosaic_gpu.verify_attention,
-    reference.verify_attention,
+    _IMPLEMENTATIONS,
     implementation,
-    mosaic_gpu.supported(query, cache, rows, value_dim, ancestors),
+    query,
+    cache,
+    rows,
+    lengths,
+    layer=layer,
+    value_dim=value_dim,
+    scale=float(scale),
+    ancestors=ancestors,
   )
-  return run(query, cache, rows, lengths, ancestors=ancestors, **static)

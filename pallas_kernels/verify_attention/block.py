@@ -9,13 +9,13 @@ in shared memory once, as key and as value.
 
 Three roles instead of two keep every accumulator in registers: O alone takes
 the registers of two warpgroups (64 x 512 float32 is half of all there are), and
-S next to it would spill. S is computed once, and a value warpgroup does nothing
-but multiply. What ties them together:
+S next to it would spill. S is computed once, and a value warpgroup only
+multiplies. The barriers between them:
 
   full      a part of a key tile has arrived: one half of the value columns,
             the other, or the rope columns
   ready     the weights of a tile are written. They take the place of its rope
-            columns, which nobody needs after S
+            columns, which are not needed after S
   consumed  both value warpgroups are done with a tile
 
 There is room for two key tiles beside the queries, so a tile's successor in
@@ -24,9 +24,9 @@ half as soon as its product is done, and the score warpgroup, which comes by
 later, only the rope columns. Two tiles are scored in one step, so that the
 second product runs while the softmax of the first is computed.
 
-The cache is split over blocks, of a short prefix over fewer; each writes its
-normalised output and, in base 2, the logarithm of its sum, and a small kernel
-merges them.
+The cache is split over blocks, over fewer if the prefix is short; each writes
+its normalised output and, in base 2, the logarithm of its sum, and a small
+kernel combines them.
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # query rows of a block: the M of a wgmma
 KEYS = 64  # latent rows of a key tile
-ROPE = 64  # columns of a latent row behind its value
+ROPE = 64  # rotated columns of a latent row, after its value
 SLOTS = 2  # key tiles in shared memory
-PARTS = 3  # of a key tile: two halves of the value columns, rope columns
+PARTS = 3  # copies of a key tile: two halves of its value columns, and rope
 # A row's maximum may be this much too low (base 2) before it is raised, so
 # that O is seldom rescaled; the weights then reach 2^LAG instead of 1, which
 # neither float32 sums nor bfloat16 weights mind.
@@ -62,11 +62,11 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is known when the kernel is compiled."""
+class VerifyConfig:
+  """The sizes and switches that the kernel is compiled for."""
 
   n: int
-  stored_rows: int  # of a block; fewer than ROWS if it has no more
+  stored_rows: int  # rows that a block stores; all of them, at most ROWS
   value_dim: int
   scale: float
   has_bits: bool
@@ -80,14 +80,14 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """What one block works on and with.
+  """The share of the work that one block has, and its memory.
 
   Key tiles are numbered through: `num_prefix` is the first that holds new rows.
   The block's i-th of `count` is i + `first_prefix` for i < `count_prefix`, then
   i + `first_new`.
   """
 
-  plan: Plan
+  plan: VerifyConfig
   layer: jax.Array
   batch: jax.Array
   row0: jax.Array
@@ -151,7 +151,7 @@ def _load_rope(block: Block, i, slot) -> None:
 
 
 def _load_queries(block: Block) -> None:
-  """Starts copying the block's query rows; behind the last come zeros."""
+  """Starts copying the block's query rows; after the last come zeros."""
   half, rows = block.plan.half, pl.ds(block.row0, ROWS)
   for part in range(2):
     columns = pl.ds(part * half, half)
@@ -225,11 +225,10 @@ def _mask(block: Block, s: jax.Array, tile: jax.Array) -> jax.Array:
 
 
 def _clean(block: Block, s: jax.Array, tile: jax.Array, slot) -> None:
-  """Zeroes what is not finite in the values of a tile that may hold such.
+  """Zeroes what is not finite in the values of a tile that hides some rows.
 
-  A weight of 0 does not silence a NaN. Only rows behind the prefix and new
-  rows that no node sees may hold one; a NaN in a row that counts has reached
-  the scores already.
+  A weight of 0 does not silence a NaN. A query that sees such a row has it in
+  its scores and gets NaN from its own weights.
 
   Args:
     block: the block.
@@ -239,10 +238,15 @@ def _clean(block: Block, s: jax.Array, tile: jax.Array, slot) -> None:
     tile: its number.
     slot: where it is.
   """
+  plan = block.plan
   suspect = tile >= lax.div(block.length, KEYS)
-  if not block.plan.has_bits:
-    # In a chain every new row is seen, if only by its own node.
-    suspect = suspect & (tile < block.num_prefix)
+  if not plan.has_bits:
+    # What comes after the block's first node; rows of two heads have node 0.
+    node0 = lax.rem(block.row0, plan.n)
+    node0 = jnp.where(node0 + ROWS > plan.n, 0, node0)
+    last = (tile - block.num_prefix) * KEYS + (KEYS - 1)
+    hidden = jnp.minimum(last, plan.n - 1) > node0
+    suspect = suspect & ((tile < block.num_prefix) | hidden)
 
   def dirty():
     rows = jnp.where(jnp.abs(s) < jnp.inf, 0.0, 1.0).max(axis=1)
@@ -358,7 +362,7 @@ def _score_warpgroup(block: Block, lse) -> None:
   if lse is not None:
     stored = block.vectors.at[SLOTS + 1, pl.ds(0, block.plan.stored_rows)]
     plgpu.copy_smem_to_gmem(stored, lse)
-  # Every phase of a barrier wants to be observed.
+  # Every phase of a barrier must be waited for.
   for slot in range(SLOTS):
     wait = functools.partial(plgpu.barrier_wait, block.consumed.at[slot])
     pl.when(count > slot)(wait)
@@ -366,7 +370,7 @@ def _score_warpgroup(block: Block, lse) -> None:
 
 
 def _multiply(acc: jax.Array, a, b, interpret) -> jax.Array:
-  """acc + a b on tensor cores, awaited."""
+  """Returns acc + a b, computed on tensor cores."""
 
   def compute(ref):
     plgpu.wgmma(ref, a, b)
@@ -421,11 +425,10 @@ def _value_warpgroup(block: Block, out, h: int | jax.Array) -> None:
 
 
 def _starts(num_prefix, num_new, split, splits):
-  """Where a split's tiles start: of the prefix, and of the new ones.
+  """The first tile of a split among those of the prefix and of the new rows.
 
-  In their common order the new tiles, which have a mask and take longer, lie
-  evenly among the others, the j-th at floor(j total / new); splits are equal
-  parts of it, but for one tile.
+  New tiles take longer, so they are spread evenly among the others: the j-th is
+  at floor(j total / new). Splits are equal parts of that order, up to one tile.
   """
   total = num_prefix + num_new
   start = lax.div(total * split, splits)
@@ -434,8 +437,9 @@ def _starts(num_prefix, num_new, split, splits):
 
 
 def body(
-  plan: Plan, layer, lengths, used, query, query_rope, cache, rows, *refs
-) -> None:
+  plan: VerifyConfig, layer, lengths, used, query, query_rope, cache, rows,
+  *refs,
+) -> None:  # fmt: skip
   """One block. `refs` are words, if any, outputs, and the shared memory."""
   words, *refs = refs if plan.has_bits else (None, *refs)
   out, *refs = refs
@@ -447,7 +451,7 @@ def body(
   num_new = pl.cdiv(plan.n, KEYS)
   if not plan.has_bits:
     node0 = lax.rem(row0, plan.n)
-    # Rows of two heads are as good as all nodes.
+    # A tile with rows of two heads may need all nodes.
     last_node = jnp.minimum(node0 + (ROWS - 1), plan.n - 1)
     num_new = lax.div(last_node, KEYS) + 1
   splits = used[batch]

@@ -1,7 +1,7 @@
 """Verify attention for Hopper GPUs, in Pallas Mosaic GPU.
 
 Queries flatten to rows (head, node) in tiles of 64, and their keys are split
-over blocks; `block.py` has what a block does, `merge.py` how splits merge.
+over blocks: `block.py` computes one split, `_combine.py` combines them.
 """
 
 import functools
@@ -13,23 +13,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.verify_attention import block, merge
+from pallas_kernels import _combine
+from pallas_kernels._hopper import MULTIPROCESSORS
+from pallas_kernels._padding import COPY_ROWS, pad_rows, round_up
+from pallas_kernels.verify_attention import block
 
-MULTIPROCESSORS = 132
 
-
-def supported(
+def why_not(
   query: jax.Array,
   cache: jax.Array,
-  rows: jax.Array,
+  *others: jax.Array,
   value_dim: int,
-  ancestors: jax.Array | None,
+  **static: Any,
 ) -> str | None:
-  """Returns why the kernel cannot take these arguments, None if it can.
+  """Why the kernel cannot take these arguments; None if it can.
 
-  Reads shapes and dtypes only; the arguments are those of the entry.
+  The other arguments of the op fit the query and the cache.
   """
-  del rows, ancestors  # whatever fits the query is fine
+  del others, static
   batch, n, heads, width = query.shape
   capacity = cache.shape[2]
   if query.dtype != jnp.bfloat16:
@@ -48,16 +49,16 @@ def supported(
 def _num_splits(batch: int, row_tiles: int, key_tiles: int, dim: int) -> int:
   """The number of splits with the least time, in units of a key tile's.
 
-  A wave of blocks takes the tiles of a split and 3 more to start and to end; a
-  merge costs a launch and reads and writes the splits' outputs, 5 MB a unit.
+  A wave of blocks takes the tiles of a split and 3 more to start and to end.
+  Combining costs a launch and moves the splits' outputs, 5 MB a unit.
   """
   blocks = batch * row_tiles
 
   def time(splits):
     waves = pl.cdiv(blocks * splits, MULTIPROCESSORS)
-    merged = 4 * splits * blocks * block.ROWS * dim
-    merge = 0 if splits == 1 else 1 + merged / 5e6
-    return waves * (pl.cdiv(key_tiles, splits) + 3) + merge
+    moved = 4 * splits * blocks * block.ROWS * dim
+    combine = 0 if splits == 1 else 1 + moved / 5e6
+    return waves * (pl.cdiv(key_tiles, splits) + 3) + combine
 
   return min(range(1, min(key_tiles, MULTIPROCESSORS) + 1), key=time)
 
@@ -65,18 +66,12 @@ def _num_splits(batch: int, row_tiles: int, key_tiles: int, dim: int) -> int:
 def _row_words(ancestors: jax.Array, heads: int, num_rows: int) -> jax.Array:
   """Ancestor bits of every query row, `[B, even W, num_rows]` int32.
 
-  The same for all layers of a model: written so that XLA computes it once.
+  They are the same for all layers of a model, and XLA computes them once.
   """
   words = lax.bitcast_convert_type(ancestors, jnp.int32).transpose(0, 2, 1)
   words = jnp.tile(words, heads)
   extra = ((0, 0), (0, words.shape[1] % 2), (0, num_rows - words.shape[2]))
   return jnp.pad(words, extra)
-
-
-def pad_rows(x: jax.Array) -> jax.Array:
-  """Pads axis 1 as the copy engine's tiles of 8 rows demand."""
-  extra = -x.shape[1] % 8 if x.shape[1] > 8 else 0
-  return jnp.pad(x, ((0, 0), (0, extra), (0, 0))) if extra else x
 
 
 def verify_attention(
@@ -112,7 +107,7 @@ def verify_attention(
   Raises:
     ValueError: the kernel does not take these shapes or dtypes.
   """
-  reason = supported(query, cache, rows, value_dim, ancestors)
+  reason = why_not(query, cache, value_dim=value_dim)
   if reason is not None:
     raise ValueError(f"implementation: verify_attention's mosaic_gpu: {reason}")
   batch, n, heads, _ = query.shape
@@ -122,10 +117,9 @@ def verify_attention(
   if splits is None:
     key_tiles = pl.cdiv(cache.shape[2], block.KEYS) + pl.cdiv(n, block.KEYS)
     splits = _num_splits(batch, row_tiles, key_tiles, value_dim)
-  plan = block.Plan(
+  plan = block.VerifyConfig(
     n=n,
-    # A tile of the copy engine has 8 rows.
-    stored_rows=min(block.ROWS, -(-num_rows // 8) * 8),
+    stored_rows=min(block.ROWS, round_up(num_rows, COPY_ROWS)),
     value_dim=value_dim,
     scale=scale,
     has_bits=ancestors is not None,
@@ -133,14 +127,14 @@ def verify_attention(
     interpret=interpret,
   )
   words = None if ancestors is None else _row_words(ancestors, heads, padded)
-  # Heads come first, as in the products on either side. What these two parts
-  # were concatenated of, XLA passes on as it is.
+  # Heads come first, as in the products before and after. XLA passes on the two
+  # parts as they were before the query was concatenated from them.
   by_head = (
     part.swapaxes(1, 2).reshape(batch, num_rows, -1)
     for part in jnp.split(query, [value_dim], axis=-1)
   )
   layers = jnp.full((1,), layer, jnp.int32)
-  # Of a short prefix, splits without a tile are not even written.
+  # If the prefix is short, some splits have no tile and are not even written.
   tiles = -(-lengths // block.KEYS) + pl.cdiv(n, block.KEYS)
   used = jnp.minimum(tiles, splits)
   out = _run(plan, layers, lengths, used, *by_head, cache, rows, words)
@@ -149,12 +143,20 @@ def verify_attention(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(
-  plan: block.Plan, layer, lengths, used, query, query_rope, cache, rows, words
+  plan: block.VerifyConfig,
+  layer,
+  lengths,
+  used,
+  query,
+  query_rope,
+  cache,
+  rows,
+  words,
 ) -> jax.Array:
-  """The two kernels, `[B, H N, R]`.
+  """Runs the two kernels; returns `[B, H N, R]`.
 
-  The layer is an operand and this a function of its own, so that the layers of
-  a model share one compilation, which takes a second or two.
+  The layer is an operand and this a jitted function, so that all layers of a
+  model share one compilation, which takes a second or two.
   """
   batch, num_rows, _ = query.shape
   row_tiles = pl.cdiv(num_rows, block.ROWS)
@@ -186,5 +188,11 @@ def _run(
     kernel_name='verify_attention',
   )(*operands)
   if plan.splits > 1:
-    return merge.merge(*outputs, num_rows, plan.interpret, used=used)
+    return _combine.combine(
+      *outputs,
+      num_rows,
+      plan.interpret,
+      used=used,
+      kernel_name='verify_attention_combine',
+    )
   return outputs[0][:, :num_rows]

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _softmax
-from pallas_kernels.tree_build import bits
+from pallas_kernels import _bits, _softmax
 
 
 def verify_attention(
@@ -27,10 +26,8 @@ def verify_attention(
     causal = np.tril(np.ones((n, n), bool))
     visible = jnp.broadcast_to(causal, (query.shape[0], n, n))
   else:
-    visible = bits.unpack_bits(ancestors, n)
-  # A weight of 0 does not silence a NaN, so rows that nobody sees are zeroed.
-  prefix = jnp.where(in_prefix[:, :, None], cache[layer], 0)
-  rows = jnp.where(jnp.any(visible, axis=1)[:, :, None], rows, 0)
+    visible = _bits.unpack_bits(ancestors, n)
+  prefix = cache[layer]
 
   # The prefix mask is the same for all nodes and stays [B, 1, 1, S].
   def scores(keys, mask):

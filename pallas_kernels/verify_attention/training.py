@@ -1,39 +1,55 @@
 """Attention of a packed sequence with itself, with a gradient of its own.
 
-Left to itself, the gradient would keep every layer's float32 scores, and would
-multiply in float32 wherever the forward has float32 results.
+The gradient that JAX derives would keep every layer's float32 scores, and would
+multiply in float32 wherever the forward pass has float32 results.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.tree_build import bits
+from pallas_kernels import _bits
 
 _BLOCK = 256  # Queries that share one set of keys.
 
 
+def why_not(
+  query: jax.Array, cache: jax.Array, *others: jax.Array, **static: Any
+) -> str | None:
+  """Why it cannot take these arguments; None if it can."""
+  del query, others, static
+  if cache.shape[2]:
+    return f'it takes an empty cache, not one of {cache.shape[2]} rows'
+  return None
+
+
 def verify_attention(
   query: jax.Array,
+  cache: jax.Array,
   rows: jax.Array,
-  ancestors: jax.Array | None,
+  lengths: jax.Array,
+  *,
+  layer: int,
   value_dim: int,
   scale: float,
+  ancestors: jax.Array | None,
 ) -> jax.Array:
-  """See `api.verify_attention`; there is no cache, and rows are finite.
+  """See `api.verify_attention`; the cache is empty, and rows are finite.
 
   No node sees a later one, in a tree as in a sequence: a block of queries
   meets the rows up to its own end, which spares almost half of the scores.
   """
+  del cache, lengths, layer
   batch, n = query.shape[:2]
   if ancestors is None:
     causal = np.tril(np.ones((n, n), bool))
     visible = jnp.broadcast_to(causal, (batch, n, n))
   else:
-    visible = bits.unpack_bits(ancestors, n)
+    visible = _bits.unpack_bits(ancestors, n)
   parts = []
   for start in range(0, n, _BLOCK):
     end = min(start + _BLOCK, n)
@@ -57,7 +73,7 @@ def _attend(query, rows, visible, value_dim, scale):
 def _forward(query, rows, visible, value_dim, scale):
   scores = _scores(query, rows, visible, scale)
   highest = jnp.max(scores, axis=3, keepdims=True)
-  # A node that sees nothing: -inf - (-inf) would be NaN.
+  # For a node that sees nothing, -inf - (-inf) would be NaN.
   highest = jnp.where(highest == -jnp.inf, 0.0, highest)
   weights = jnp.exp(scores - highest)
   total = jnp.sum(weights, axis=3, keepdims=True)
@@ -70,7 +86,10 @@ def _forward(query, rows, visible, value_dim, scale):
 
 
 def _backward(value_dim, scale, saved, gradient):
-  """As in FlashAttention (arXiv:2205.14135, appendix B.2): scores anew."""
+  """Gradients as in FlashAttention: the scores are computed again.
+
+  Source: arXiv:2205.14135, appendix B.2.
+  """
   query, rows, visible, out, log_total = saved
   dtype, values = query.dtype, rows[:, :, :value_dim]
   weights = jnp.exp(_scores(query, rows, visible, scale) - log_total)

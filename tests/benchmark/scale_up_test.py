@@ -9,6 +9,7 @@ import pytest
 from kdtree_jax.benchmark import scale_up, traffic
 from kdtree_jax.model import abstract_params
 from kdtree_jax.named_configs import load_config
+from tests import support
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -28,9 +29,9 @@ def test_the_size_of_a_repository():
 
 def test_bfloat16_is_what_lies_in_memory():
   config = load_config('group_limited')
-  weights = scale_up.weights_of(config, scale_up.BFLOAT16)
+  weights = scale_up.weights_of(config, scale_up.Storage('bfloat16', 2, 2))
   shapes = abstract_params(config, jnp.bfloat16)
-  assert weights.on_device(config, 1) == traffic.tree_bytes(shapes)
+  assert weights.on_device(config, 1) == support.tree_bytes(shapes)
   found = traffic.weight_bytes(config, shapes)
   assert weights.replicated + weights.split == found.dense
   assert (weights.expert,) * weights.moe_layers == found.expert

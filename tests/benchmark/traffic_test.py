@@ -16,6 +16,7 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.model import abstract_params
 from kdtree_jax.model.random_params import random_params
 from kdtree_jax.named_configs import load_config
+from tests import support
 
 CONFIG = ModelConfig(
   vocab_size=11,
@@ -53,7 +54,7 @@ def test_weights_by_hand(dtype, size):
   assert found.expert == (size * EXPERT,) * 2
   assert found.experts == 2 * 4 * size * EXPERT
   assert found.drafter == 0
-  assert found.total == traffic.tree_bytes(params)
+  assert found.total == support.tree_bytes(params)
 
 
 def test_a_tied_head_is_read_and_is_no_table_beside():
@@ -183,7 +184,7 @@ def test_what_a_random_layer_adds_is_small():
 def test_a_random_target_has_the_layers_that_are_kept():
   target = api.random_target('single_head', layers=1)
   shapes = abstract_params(target.config, jnp.float32)
-  assert traffic.tree_bytes(target.params) == traffic.tree_bytes(shapes)
+  assert support.tree_bytes(target.params) == support.tree_bytes(shapes)
 
 
 @pytest.mark.parametrize('layers', (0, 5))

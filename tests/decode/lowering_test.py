@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pallas_kernels
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import Engine, init_state
 from kdtree_jax.decode.drivers import decode_loop
-from kdtree_jax.decode.round import draft, prefill
+from kdtree_jax.decode.round import decode_round, draft, prefill
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.model import abstract_params
 from kdtree_jax.named_configs import load_config
@@ -26,8 +27,8 @@ HOPPER = AbstractMesh(
 @pytest.fixture
 def hopper(monkeypatch):
   """Dispatch as on the GPU; what was traced for the CPU is forgotten."""
-  monkeypatch.setattr(_dispatch, 'hopper_gpu', lambda: True)
-  monkeypatch.setattr(pallas_kernels, 'hopper_gpu', lambda: True)
+  monkeypatch.setattr(_dispatch, 'why_not_hopper', lambda: None)
+  monkeypatch.setattr(pallas_kernels, 'why_not_hopper', lambda: None)
   jax.clear_caches()
   with jax.sharding.use_abstract_mesh(HOPPER):
     yield
@@ -54,20 +55,25 @@ def make_engine(budget, kernels):
   return Engine(config, drafter, decode)
 
 
-def lowered_kernels(function, engine, batch):
-  """How many kernels a function of engine, params and state calls."""
-  params = {
-    'target': abstract_params(engine.config, jnp.bfloat16),
-    'drafter': jax.eval_shape(
+def lowered(function, engine, batch):
+  """The text of a function of engine, params and state."""
+  params = {'target': abstract_params(engine.config, jnp.bfloat16)}
+  params['drafter'] = {}
+  if engine.drafter:
+    params['drafter'] = jax.eval_shape(
       functools.partial(engine.drafter.init_params, dtype=jnp.bfloat16),
       jax.random.key(0),
-    ),
-  }
+    )
   state = jax.eval_shape(
     lambda: init_state(engine, [[1]] * batch, [4] * batch, (), jnp.bfloat16)
   )
   traced = jax.jit(function, static_argnums=0).trace(engine, params, state)
-  text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  return traced.lower(lowering_platforms=('cuda',)).as_text()
+
+
+def lowered_kernels(function, engine, batch):
+  """How many kernels a function of engine, params and state calls."""
+  text = lowered(function, engine, batch)
   return text.count('custom_call @mosaic_gpu')
 
 
@@ -88,3 +94,17 @@ def test_loop_and_prefill_use_the_kernels(hopper, budget, batch):
 def test_the_drafter_uses_the_kernels_that_are_asked_for(hopper, kernels, used):
   count = lowered_kernels(draft, make_engine(16, kernels), 1)
   assert bool(count) == used
+
+
+@pytest.mark.parametrize('budget', (None, 0))
+def test_a_known_path_is_committed_after_the_last_read(hopper, budget):
+  """Rows wait for the tokens; `loop_test` looks for copies in compiled text."""
+  engine = make_engine(budget or 0, 'auto')
+  if budget is None:
+    decode = dataclasses.replace(engine.decode, draft_depth=0)
+    engine = Engine(engine.config, None, decode)
+  text = lowered(decode_round, engine, 2)
+  rows = 'tensor<2x2x1x576xbf16>'
+  assert re.search(
+    rf'optimization_barrier %\S+, %\S+ : tensor<2x1xi32>, {rows}', text
+  )

@@ -69,6 +69,36 @@ def test_kept_tokens(kind):
       assert np.array_equal(kept[b, n], wanted), config
 
 
+NEUTRAL = (
+  {},
+  {'top_p': 1.0, 'top_k': 400},
+  {'top_k': 300},
+  {'top_k': 2**31 - 1, 'min_p': 0.0},
+)
+FILTERS = ({'top_k': 3}, {'top_p': 0.9}, {'top_p': 0.9, 'top_k': 299})
+
+
+@pytest.mark.parametrize('kind', ('peaked', 'barred', 'infinite'))
+def test_neutral_settings_keep_all_beside_any_neighbour(kind):
+  """Sums of probabilities round to 1 long before the last token is in."""
+  rows = [*NEUTRAL, *FILTERS, {'min_p': 1e-30}, {'min_p': 0.2}]
+  configs = [SamplingConfig(temperature=1.0, **row) for row in rows]
+  rng = np.random.default_rng(1)
+  logits = rng.normal(size=(len(rows), 2, 300)).astype(np.float32) * 30
+  if kind == 'barred':
+    logits[..., ::3] = -np.inf
+  elif kind == 'infinite':
+    logits[..., 7] = np.inf
+  kept = jax.jit(kept_tokens)
+  together = kept(jnp.asarray(logits), Sampling.of(configs))
+  assert together[: len(NEUTRAL)].all()
+  if kind != 'infinite':
+    assert not together[len(NEUTRAL) : -2].all(axis=-1).any()
+  for b, config in enumerate(configs):
+    alone = kept(jnp.asarray(logits[b : b + 1]), Sampling.of([config]))
+    assert np.array_equal(together[b], alone[0]), config
+
+
 def test_noise_is_of_the_position():
   key = Sampling.of(
     [SamplingConfig(temperature=1.0, seed=s) for s in (3, 4)]

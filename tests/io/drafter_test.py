@@ -18,8 +18,8 @@ from kdtree_jax.drafters.dflash import (
 )
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface as hf
-from kdtree_jax.io.describe import describe
 from kdtree_jax.io.tensors import CheckpointError
+from kdtree_jax.modes.inspect import describe
 from tests import support
 from tests.io import fixtures
 from tests.io.fixtures import DATA, raw_config

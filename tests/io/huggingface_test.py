@@ -752,15 +752,15 @@ RAISES = {
   'mlp_layer_types': [
     (['dense'], 'mlp_layer_types'),
     (['dense', 'sparse', 'odd'], 'mlp_layer_types'),
-    (['dense', 'sparse', {}], 'mlp_layer_types holds'),
+    (['dense', 'sparse', {}], 'mlp_layer_types is .* holds {}, which'),
     ('dense', 'mlp_layer_types'),
   ],
   'eos_token_id': [
     (96, 'eos_token_id 96 is outside'),
     (-1, 'eos_token_id'),
     ([1, -1], 'negative'),
-    ([1, '2'], 'eos_token_id holds'),
-    ([True], 'eos_token_id holds True'),
+    ([1, '2'], "eos_token_id is .* holds '2', which is not an int"),
+    ([True], 'eos_token_id is .* holds True, which is not an int'),
     ('1', 'eos_token_id'),
   ],
   'partial_rotary_factor': [(0.5, 'partial_rotary_factor is 0.5; only 1')],

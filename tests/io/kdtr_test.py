@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import random
 import tracemalloc
@@ -78,9 +79,23 @@ def check_equal(a, b):
 def refused(path, match='.'):
   with pytest.raises(BundleError, match=match) as info:
     read_bundle(path)
-  text = str(info.value)
+  check_message(path, str(info.value))
+
+
+def check_message(path, text):
   assert text.startswith(f'{path}: ')
   assert text.isprintable()
+
+
+def refused_or_equal(path):
+  """Whether it was refused; if not, no damage is in what was read."""
+  try:
+    bundle = read_bundle(path)
+  except BundleError as e:
+    check_message(path, str(e))
+    return True
+  check_equal(bundle, make_bundle())
+  return False
 
 
 # ------------------------------------------------------------- round trips
@@ -143,7 +158,7 @@ def test_the_file_is_the_one_that_safetensors_writes(path):
 
 
 def test_a_name_that_is_no_text(path):
-  with pytest.raises(BundleError, match='a name is no text'):
+  with pytest.raises(BundleError, match='toy.kdtr: .*surrogates not allowed'):
     write_bundle(path, make_bundle(golden={'\ud800': np.zeros(1, np.int32)}))
 
 
@@ -231,21 +246,17 @@ def test_single_flipped_bits_and_bytes(path, valid):
   offsets = [*range(16), *range(header - 8, header + 4), len(valid) - 1]
   offsets += [rng.randrange(header) for _ in range(75)]
   offsets += [rng.randrange(header, len(valid)) for _ in range(75)]
+  kept = 0
   for offset in offsets:
     for mask in (1 << rng.randrange(8), 0x20, rng.randrange(1, 256)):
       damaged = bytearray(valid)
       damaged[offset] ^= mask
       path.write_bytes(damaged)
-      refused(path)
-
-
-def test_white_space_and_other_spellings_in_the_header(path, valid):
-  header = int.from_bytes(valid[:8], 'little')
-  assert valid[7 + header : 8 + header] in (b' ', b'}')
-  spaced = valid[8 : 8 + header].rstrip() + b'\n' * 8
-  size = len(spaced).to_bytes(8, 'little')
-  path.write_bytes(size + spaced + valid[8 + header :])
-  refused(path, 'header is not as a writer')
+      found = refused_or_equal(path)
+      assert found or offset < header
+      kept += not found
+  # White space that pads the header may become other white space.
+  assert kept < 10
 
 
 @fixtures.deterministic
@@ -264,10 +275,7 @@ def test_random_splices(scratch, valid, data):
   patch = data.draw(st.binary(max_size=20))
   spliced = valid[:start] + patch + valid[end:]
   scratch.write_bytes(spliced)
-  if spliced == valid:
-    read_bundle(scratch)
-  else:
-    refused(scratch)
+  assert refused_or_equal(scratch) != (spliced == valid)
 
 
 def test_places_that_hold_no_bundle(tmp_path):
@@ -286,7 +294,7 @@ def test_further_metadata_is_refused(path):
   tensors, manifest = unpack(path)
   metadata = {'kdtr': compact(manifest), 'format': 'pt'}
   safetensors.numpy.save_file(tensors, path, metadata)
-  refused(path, 'header is not as a writer')
+  refused(path, 'not a KDTR bundle')
 
 
 # ------------------------------------- manifests that are sealed, but wrong
@@ -315,16 +323,6 @@ def test_manifests_that_are_no_manifests(path, case):
   text, match = TEXTS[case]
   forge(path, unpack(path)[0], text)
   refused(path, match)
-
-
-def test_a_manifest_in_another_spelling(path):
-  tensors, manifest = unpack(path)
-  forge(path, tensors, json.dumps(manifest, sort_keys=True))
-  refused(path, 'canonical')
-  text = compact(manifest)
-  assert '1e-06' in text
-  forge(path, tensors, text.replace('1e-06', '1E-06', 1))
-  refused(path, 'canonical')
 
 
 def test_a_manifest_whose_seal_is_broken(path):
@@ -443,15 +441,10 @@ ENTRIES = {
   'extra': (lambda t: t.update(x=t[NORM]), "'x' is only in the manifest"),
   'dtype': (lambda t: t[NORM].update(dtype='I32'), 'in the manifest'),
   'shape': (lambda t: t[NORM].update(shape=[4, 4]), 'in the manifest'),
-  'shape float': (lambda t: t[NORM].update(shape=[16.0]), 'in the manifest'),
-  'shape bool': (
-    lambda t: t['golden/layer_0'].update(shape=[3, True]),
-    'in the manifest',
-  ),
   'digest': (lambda t: t[NORM].update(sha256='0' * 64), 'match its digest'),
   'digest type': (lambda t: t[NORM].update(sha256=None), 'match its digest'),
-  'key': (lambda t: t[NORM].update(odd=1), 'is malformed'),
-  'no entry': (lambda t: t.update({NORM: 'F32'}), 'is malformed'),
+  'key': (lambda t: t[NORM].update(odd=1), 'in the manifest'),
+  'no entry': (lambda t: t.update({NORM: 'F32'}), 'in the manifest'),
 }
 
 
@@ -610,6 +603,26 @@ def test_a_failure_while_writing_leaves_the_old_file(path, step, monkeypatch):
       write_bundle(path, make_bundle(name='new'))
   assert path.read_bytes() == old
   assert [p.name for p in path.parent.iterdir()] == ['toy.kdtr']
+
+
+def test_a_link_stays_and_a_pipe_is_written_into(path, tmp_path, valid):
+  """safetensors' writer renames over whatever is there."""
+  link, pipe = tmp_path / 'link', tmp_path / 'pipe'
+  link.symlink_to('toy.kdtr')
+  write_bundle(link, make_bundle(name='new'))
+  assert link.is_symlink() and read_bundle(path).name == 'new'
+  plain = tmp_path / 'plain'
+  plain.touch()
+  assert path.stat().st_mode == plain.stat().st_mode
+  os.mkfifo(pipe)
+  reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+  try:
+    write_bundle(pipe, make_bundle())
+    assert os.read(reader, len(valid) + 1) == valid and pipe.is_fifo()
+  finally:
+    os.close(reader)
+  names = {'toy.kdtr', 'link', 'pipe', 'plain'}
+  assert {p.name for p in tmp_path.iterdir()} == names
 
 
 def test_a_place_that_cannot_be_written(tmp_path):

@@ -12,7 +12,6 @@ import tokenizers
 from kdtree_jax import api
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.convert import read_drafter
-from kdtree_jax.io.describe import describe
 from kdtree_jax.io.export import write_checkpoint
 from kdtree_jax.io.kdtr import (
   BundleError,
@@ -23,6 +22,7 @@ from kdtree_jax.io.kdtr import (
 from kdtree_jax.io.tensors import SafetensorsSource
 from kdtree_jax.io.tokenizer import load_tokenizer
 from kdtree_jax.modes import convert
+from kdtree_jax.modes.inspect import describe
 from tests import support
 from tests.command_line import mode_flags
 from tests.io import fixtures

@@ -11,12 +11,12 @@ import pytest
 from kdtree_jax import api
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.convert import read_checkpoint
-from kdtree_jax.io.describe import describe
 from kdtree_jax.io.files import file_kind, write_atomically
 from kdtree_jax.io.paths import check_output, check_path
 from kdtree_jax.io.prompts import read_prompts
 from kdtree_jax.io.results import JsonLines, read_jsonl, write_jsonl
 from kdtree_jax.io.tokenizer import load_tokenizer
+from kdtree_jax.modes.inspect import describe
 from kdtree_jax.training.build import build_corpus
 from tests import support
 

@@ -9,10 +9,10 @@ import tokenizers
 from kdtree_jax import api
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.convert import read_checkpoint
-from kdtree_jax.io.describe import describe
 from kdtree_jax.io.kdtr import write_bundle
 from kdtree_jax.io.stop_ids import read_stop_ids
 from kdtree_jax.io.tokenizer import load_tokenizer
+from kdtree_jax.modes.inspect import describe
 from tests import support
 from tests.io.tokenizer_test import KIMI_NAMES, KIMI_TEMPLATE, write_ranks
 

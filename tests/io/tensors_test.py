@@ -1,6 +1,7 @@
 """Safetensors files and folders: what is read, and what is refused."""
 
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -11,9 +12,9 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.io.tensors import (
   CheckpointError,
   MappingSource,
-  PrefixedSource,
   SafetensorsSource,
   read_json,
+  write_safetensors,
 )
 from tests.io.fixtures import DATA, write_shards
 
@@ -47,13 +48,6 @@ def test_a_file_a_folder_and_a_mapping_read_alike(folder):
 def test_shards_with_an_index(tmp_path):
   write_shards(tmp_path, {'m-1.safetensors': {'x.a': A}, 'm-2': {'b': B}})
   check_contents(SafetensorsSource(tmp_path))
-
-
-def test_a_prefix_selects_and_is_removed(folder):
-  view = PrefixedSource(SafetensorsSource(folder), 'x.')
-  assert view.names() == ('a',)
-  assert (view.shape('a'), view.dtype('a')) == ((2, 3), 'F32')
-  np.testing.assert_array_equal(view.read('a'), A)
 
 
 @pytest.mark.parametrize('source', ['file', 'mapping'])
@@ -227,3 +221,20 @@ def test_fixtures_open():
   source = SafetensorsSource(DATA / 'moonlight')
   assert source.dtype('lm_head.weight') == 'F32'
   assert source.metadata() == {'format': 'pt'}
+
+
+def test_only_a_plain_file_is_written(tmp_path):
+  """safetensors' writer would rename its file over anything else."""
+  link, pipe = tmp_path / 'link', tmp_path / 'pipe'
+  link.symlink_to('file')
+  os.mkfifo(pipe)
+  for path in (link, pipe):
+    with pytest.raises(OSError, match='is no plain file'):
+      write_safetensors(path, {'a': A}, {})
+  assert link.is_symlink() and pipe.is_fifo()
+  write_safetensors(tmp_path / 'file', {'a': A.T}, {})
+  mode = (tmp_path / 'file').stat().st_mode
+  (tmp_path / 'plain').touch()
+  assert mode == (tmp_path / 'plain').stat().st_mode
+  found = SafetensorsSource(tmp_path / 'file').read('a')
+  np.testing.assert_array_equal(found, A.T)

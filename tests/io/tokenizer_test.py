@@ -301,8 +301,8 @@ def test_prompts(tmp_path):
     '{"prompt": "a"}\n\n{"id": "x", "turns": ["b", "c"], "category": "d"}\n'
   )
   first, second = read_prompts(path)
-  assert (first.id, first.turns, first.category) == (0, ('a',), None)
-  assert (second.id, second.turns, second.category) == ('x', ('b', 'c'), 'd')
+  assert (first.id, first.turns) == (0, ('a',))
+  assert (second.id, second.turns) == ('x', ('b', 'c'))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from pallas_kernels.cache_compact import api
+from pallas_kernels.cache_compact import api, cases
 
 L, B, S, N, C, W = 2, 3, 11, 7, 5, 4
 
@@ -63,24 +63,16 @@ def test_equals_row_by_row_copies(data):
 
 
 @pytest.mark.parametrize(
-  'path',
-  [[0, 1, 2, 3], [3, 2, 1, 0], [0, 2, 3, 6], [0, 0, 0, 0], [6, 6, 6, 6]],
+  'case', cases.small_cases(), ids=lambda case: case.name
 )
-def test_known_paths_up_to_the_last_row(path):
-  cache, rows = make_arrays(1)
-  path = np.array([path] * B, np.int32)
-  start = np.array([0, 3, S - W], np.int32)
-  got = np.asarray(compact(cache, rows, path, start))
-  np.testing.assert_array_equal(got, copied(cache, rows, path, start))
-  assert (got != cache).any()
-
-
-def test_path_out_of_range_is_clipped():
-  cache, rows = make_arrays(2)
-  path = np.array([[-5, 0, 99, 2**31 - 1]] * B, np.int32)
-  start = np.zeros(B, np.int32)
+def test_case(case):
+  inputs = case.make_inputs(jax.random.key(0))
+  cache, rows, path, start = map(np.asarray, inputs)
+  got = np.asarray(compact(*inputs))
   want = copied(cache, rows, np.clip(path, 0, N - 1), start)
-  np.testing.assert_array_equal(compact(cache, rows, path, start), want)
+  np.testing.assert_array_equal(got, want)
+  assert (got != cache).any()
+  assert case.check(case.kernel, inputs)['ok']
 
 
 def test_bfloat16_rows_are_moved_bit_for_bit():

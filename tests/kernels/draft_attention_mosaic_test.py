@@ -6,110 +6,92 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels.case import INTERPRET
 from pallas_kernels.draft_attention import (
   api,
-  bench_cases,
+  cases,
   mosaic_gpu,
-  reference,
 )
 from tests.kernels import draft_attention_test as plain_test
+from tests.kernels import witness
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-LAYER, D = plain_test.LAYER, 128
-STATIC = {
-  'scale': D**-0.5,
-  'causal': False,
-  'window': None,
-  'window_from_root': False,
-}
-NAMES = (*STATIC, 'splits')
+LAYER, D = cases.LAYER, 128
+STATIC = cases.SMALL_STATIC
 
 
-def make_inputs(slots, heads, group, capacity, lengths, seed=0):
-  """In bfloat16, with NaN wherever nothing may be read."""
-  shape = (2, capacity, heads, group, D)
-  *values, lengths = plain_test.make_arrays(slots, lengths, shape, seed)
-  return (*(jnp.asarray(a, jnp.bfloat16) for a in values), jnp.asarray(lengths))
-
-
-@functools.partial(jax.jit, static_argnames=NAMES)
-def attend(*inputs, splits, **static):
-  return mosaic_gpu.draft_attention(
-    *inputs, layer=LAYER, splits=splits, interpret=INTERPRET, **static
-  )
-
-
-def interpreted(*inputs, splits=1, **static):
-  out = jax.block_until_ready(attend(*inputs, splits=splits, **STATIC | static))
-  assert not gpu_callbacks.get_races().races_found
-  return out
-
-
-def error(value, truth):
-  value = np.asarray(value.astype(jnp.float32), np.float64)
-  return np.linalg.norm(value - truth) / np.linalg.norm(truth)
-
-
-def check(inputs, splits=1, **static):
-  """Per sequence no further from the truth than twice the reference."""
-  out = interpreted(*inputs, splits=splits, **static)
-  plain = reference.draft_attention(*inputs, layer=LAYER, **STATIC | static)
+def exact(*inputs, layer, implementation, **static):
+  """The op in float64."""
+  del layer, implementation
   *values, lengths = inputs
   values = (np.asarray(a.astype(jnp.float32)) for a in values)
-  truth = plain_test.expected(*values, lengths, **STATIC | static)
-  for of_row, of_plain, of_truth in zip(out, plain, truth, strict=True):
-    assert error(of_row, of_truth) <= 2 * error(of_plain, of_truth)
-  return out
-
-
-def test_the_published_drafters_block():
-  """Four heads of 16 slots are a tile."""
-  check(make_inputs(16, 1, 4, 72, [65]))
-
-
-def test_lengths_about_a_tile_in_splits():
-  """Some splits have no key."""
-  check(make_inputs(1, 2, 1, 72, [0, 1, 63, 64, 65, 72]), splits=2)
-
-
-def test_more_tiles_than_fit_at_once_and_a_full_context():
-  check(make_inputs(1, 1, 2, 456, [456]))
-
-
-def test_more_heads_than_a_tile_and_odd_slots():
-  """Three heads of 20 slots, padded to 24, are two tiles."""
-  check(make_inputs(20, 1, 3, 8, [7]))
+  return plain_test.expected(*values, lengths, **static)
 
 
 @pytest.mark.parametrize(
-  'masks',
+  'case', cases.small_cases(), ids=lambda case: case.name
+)
+def test_case(case):
+  truth = functools.partial(exact, **case.reference.keywords)
+  witness.check_close(case, truth)
+
+
+def interpreted(*inputs, **static):
+  run = functools.partial(cases.attend_small, interpret=INTERPRET, **static)
+  return witness.run(run, *inputs)
+
+
+@pytest.mark.filterwarnings('ignore:invalid value encountered in matmul')
+@pytest.mark.parametrize(
+  ('masks', 'splits'),
   (
-    {'causal': True, 'window': 70},
-    {'window': 3, 'window_from_root': True},
-    {'window': 1},
+    ({'causal': True, 'window': 70}, 1),
+    ({'window': 3, 'window_from_root': True}, 1),
+    ({'window': 3}, 2),
+    ({}, 1),
   ),
   ids=str,
 )
-def test_masks(masks):
-  check(make_inputs(7, 1, 1, 200, [197]), **masks)
+def test_what_is_not_finite_reaches_only_those_that_see_it(masks, splits):
+  """One value of a row: of its key or of its value, of one of two heads.
 
-
-def test_very_low_scores_and_a_scale_below_zero():
-  """All scores are about -1e4, and maxima rise from tile to tile."""
-  query, context, rows, lengths = make_inputs(2, 1, 2, 256, [250])
-  ramp = jnp.asarray(np.linspace(-200, -100, 250), jnp.bfloat16)
-  query = query.at[..., -1].set(-64.0)
-  context = context.at[LAYER, 0, :250, D - 1].set(ramp)
-  rows = rows.at[..., D - 1].set(-99)
-  check((query, context, rows, lengths), scale=-1.0)
+  The row is in a tile that all slots see, or some, or none, or in the block;
+  the second sequence stays, with infinities from its length on.
+  """
+  query, context, rows, lengths = cases.small_inputs(
+    7, 2, 1, 200, [197, 66], jax.random.key(7)
+  )
+  context = context.at[LAYER, 1, 66:].set(jnp.inf)
+  out = interpreted(query, context, rows, lengths, splits=splits, **masks)
+  assert np.isfinite(out.astype(jnp.float32)).all()
+  for row, column, value in (
+    (5, 3, jnp.nan),
+    (130, 3 * D + 7, -jnp.inf),
+    (195, 2 * D + 127, jnp.nan),
+    (197 + 4, 2 * D, jnp.nan),
+    (197 + 5, D, jnp.nan),
+  ):
+    if row < 197:
+      changed = query, context.at[LAYER, 0, row, column].set(value), rows
+    else:
+      changed = query, context, rows.at[0, row - 197, column].set(value)
+    got = np.asarray(
+      interpreted(*changed, lengths, splits=splits, **masks), np.float32
+    )
+    # What the definition, in float64 on visible rows alone, makes of it.
+    bad = (np.asarray(a.astype(jnp.float32)) for a in changed)
+    with np.errstate(invalid='ignore'):
+      truth = plain_test.expected(*bad, lengths, **STATIC | masks)
+    reached = ~np.isfinite(truth).all(axis=-1)
+    np.testing.assert_array_equal(got[~reached], np.float32(out)[~reached])
+    assert not np.isfinite(got[reached]).all(axis=-1).any()
 
 
 def test_same_bits_twice_and_whatever_others_hold():
-  inputs = make_inputs(2, 1, 1, 72, [3, 65])
+  inputs = cases.small_inputs(2, 1, 1, 72, [3, 65], jax.random.key(0))
+  run = functools.partial(cases.attend_small, interpret=INTERPRET)
+  interpreted = functools.partial(witness.run, run)
   out = interpreted(*inputs)
   np.testing.assert_array_equal(interpreted(*inputs), out)
   query, context, rows, lengths = inputs
@@ -161,11 +143,11 @@ def test_splits_fill_the_multiprocessors(row_tiles, key_tiles, splits):
   assert mosaic_gpu._num_splits(row_tiles, key_tiles) == splits
 
 
-def test_bench_cases_have_the_shapes_they_name():
-  for case in bench_cases.cases():
+def test_timed_cases_have_the_shapes_they_name():
+  for case in filter(lambda case: case.timed, cases.cases()):
     query, context, *_ = jax.eval_shape(case.make_inputs, jax.random.key(0))
     assert case.name.startswith(f'{query.shape[1]} slots')
-    assert mosaic_gpu.supported(query, context) is None
+    assert mosaic_gpu.why_not(query, context) is None
 
 
 @pytest.mark.parametrize(

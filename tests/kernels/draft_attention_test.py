@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.draft_attention import api
+from pallas_kernels.draft_attention import api, cases
 
-L, S, K, G, D, LAYER = 2, 19, 2, 3, 8, 1
+L, S, K, G, D, LAYER = 2, 19, 2, 3, 8, cases.LAYER
 SCALE = 0.37
 MASKS = (
   {},
@@ -35,17 +35,10 @@ def strict():
     yield
 
 
-def make_arrays(slots, lengths, shape=(L, S, K, G, D), seed=0):
-  """Float64 inputs; other layers and what is not committed are NaN."""
+def make_arrays(slots, lengths, seed=0):
+  """Float64 inputs; other layers and rows from the lengths on are NaN."""
   rng = np.random.default_rng(seed)
-  layers, size, heads, group, dim = shape
-  batch, width = len(lengths), 2 * heads * dim
-  query = rng.normal(size=(batch, slots, heads, group, dim))
-  context = np.full((layers, batch, size, width), np.nan)
-  for b, length in enumerate(lengths):
-    context[LAYER, b, :length] = rng.normal(size=(length, width))
-  rows = rng.normal(size=(batch, slots, width))
-  return query, context, rows, np.asarray(lengths, np.int32)
+  return cases.make_arrays(slots, lengths, (L, S, K, G, D), rng)
 
 
 def expected(
@@ -105,6 +98,29 @@ def test_a_row_does_not_depend_on_its_neighbours():
   changed = run((query, context, rows, lengths))
   np.testing.assert_array_equal(changed[0], out[0])
   assert np.isnan(changed[1]).all()
+
+
+@pytest.mark.parametrize('value', (np.nan, np.inf))
+@pytest.mark.parametrize('masks', MASKS, ids=str)
+def test_what_is_not_finite_reaches_only_those_that_see_it(masks, value):
+  """One value of a row: of its key or of its value, of one of two heads."""
+  arrays = make_arrays(7, [3, 12])
+  out = run(arrays, **masks)
+  for place, column in ((1, 0), (2, 2 * K * D - 1)):  # context and block
+    for at in (0, 6) if place == 2 else (2, 9):
+      changed = [a.copy() for a in arrays]
+      # Finite, it would change the weights of those that see it.
+      seen_by = [a.copy() for a in arrays]
+      for copy, x in ((changed, value), (seen_by, 50.0)):
+        row = copy[1][LAYER, 1] if place == 1 else copy[2][1]
+        row[at, column] = x
+      got, finite = run(changed, **masks), run(seen_by, **masks)
+      reached = finite != out
+      assert reached.any() or 'window' in masks
+      seen = reached.any(axis=-1)
+      np.testing.assert_array_equal(got[~seen], out[~seen])
+      if np.isnan(value):
+        assert np.isnan(got[seen]).all()
 
 
 def test_bfloat16_is_as_exact_as_its_weights():

@@ -7,50 +7,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dense
-from pallas_kernels.grouped_matmul import (
+from pallas_kernels.case import INTERPRET
+from pallas_kernels.expert_mlp import (
   api,
-  bench_cases,
-  grouping,
+  cases,
+  mosaic_dispatch,
   mosaic_gpu,
   tiles,
 )
-from pallas_kernels.grouped_matmul import reference as plain
+from pallas_kernels.expert_mlp import reference as plain
+from tests.kernels import witness
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-H, I, E, K = 192, 64, 5, 2  # noqa: E741  (three and one tiles of 64)
-Plan = functools.partial(
-  tiles.Plan, blocks=2, stages=3, groups=2, takes_shared=True
-)
-DENSE = Plan(dense=True, columns=16, consumers=1)
-GROUPED = Plan(dense=False, columns=16, consumers=1)
-WIDE = Plan(dense=False, columns=16, consumers=2)
-CLUSTER = dataclasses.replace(WIDE, cluster=2)
+H, I, E, K = cases.HIDDEN, cases.INNER, cases.EXPERTS, cases.CHOICES  # noqa: E741
+DENSE, GROUPED, CLUSTER = cases.DENSE, cases.GROUPED, cases.CLUSTER
 
 
-def make_inputs(rows, ids=None, seed=0, shared=0):
-  rng = np.random.default_rng(seed)
-
-  def draw(*shape):
-    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-
-  x, gate_up, down = draw(rows, H), draw(E, 2 * I, H), draw(E, H, I)
-  if ids is None:
-    ids = rng.integers(-1, E + 2, (rows, K))
-  weights = jnp.asarray(rng.uniform(0.5, 1.5, (rows, K)), jnp.float32)
-  inputs = x, gate_up, down, jnp.asarray(ids, jnp.int32), weights
-  if not shared:
-    return inputs
-  width = shared * I
-  return *inputs, (draw(width, H), draw(width, H), draw(H, width))
+def make_inputs(rows, shared=0):
+  inputs = cases.small_inputs(rows, None, shared, jax.random.key(0))
+  return inputs if shared else inputs[:5]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def interpreted(cut, *inputs):
-  return mosaic_gpu.run(*inputs, cut=cut, interpret=INTERPRET)
+def interpreted(config, *inputs):
+  run = functools.partial(cases.run_small, config=config, interpret=INTERPRET)
+  return witness.run(run, *inputs)
 
 
 def silu(x):
@@ -75,73 +57,19 @@ def exact(x, gate_up, down, ids, weights, shared=None):
   return out
 
 
-def error(value, truth):
-  value = np.asarray(value.astype(jnp.float32), np.float64)
-  return np.linalg.norm(value - truth) / np.linalg.norm(truth)
-
-
-def check_against_float64(cut, inputs):
-  truth = exact(*inputs)
-  mine = error(interpreted(cut, *inputs), truth)
-  assert mine <= 2 * error(plain.expert_mlp(*inputs), truth)
-
-
 @pytest.mark.parametrize(
-  ('cut', 'rows'),
+  'case',
   [
-    pytest.param(DENSE, 1, marks=pytest.mark.slow),
-    (DENSE, 11),
-    (GROUPED, 21),
-    pytest.param(WIDE, 45, marks=pytest.mark.slow),
-    (CLUSTER, 45),
+    pytest.param(
+      case,
+      id=case.name,
+      marks=[pytest.mark.slow] * case.name.startswith('slow'),
+    )
+    for case in cases.small_cases()
   ],
 )
-def test_error_is_that_of_plain_bfloat16(cut, rows):
-  """Ids at random: repeats, experts without rows, ids of no expert."""
-  check_against_float64(cut, make_inputs(rows))
-
-
-SPLITS = {
-  'all rows on one expert': np.tile([3, E], (40, 1)),
-  'one row each': np.stack([np.arange(40) % E, np.full(40, -1)], 1),
-  'the same expert twice': np.full((40, 2), 2),
-}
-
-
-@pytest.mark.parametrize(
-  'split',
-  [
-    pytest.param(name, marks=[pytest.mark.slow] * name.endswith('twice'))
-    for name in SPLITS
-  ],
-)
-def test_any_split_of_rows_over_experts(split):
-  check_against_float64(WIDE, make_inputs(40, SPLITS[split]))
-
-
-@pytest.mark.parametrize(
-  'cut', [DENSE, pytest.param(GROUPED, marks=pytest.mark.slow)]
-)
-def test_rows_of_no_expert_are_zero(cut):
-  inputs = make_inputs(4, np.full((4, K), E))
-  assert not np.any(interpreted(cut, *inputs))
-
-
-@pytest.mark.parametrize(
-  ('cut', 'rows', 'shared'),
-  [
-    (GROUPED, 21, 2),
-    pytest.param(WIDE, 45, 1, marks=pytest.mark.slow),
-    (CLUSTER, 45, 2),
-  ],
-)
-def test_shared_experts_are_added(cut, rows, shared):
-  check_against_float64(cut, make_inputs(rows, shared=shared))
-
-
-def test_rows_of_no_expert_have_the_shared_ones():
-  inputs = make_inputs(4, np.full((4, K), E), shared=2)
-  check_against_float64(GROUPED, inputs)
+def test_case(case):
+  witness.check_close(case, exact)
 
 
 @pytest.mark.parametrize(('rows', 'taken'), [(1, 0), (127, 0), (128, 1)])
@@ -150,23 +78,23 @@ def test_who_computes_shared_experts(rows, taken):
     (), (), abstract_device=AbstractDevice('NVIDIA H200', 132, 'gpu')
   )
   with jax.sharding.use_abstract_mesh(mesh):
-    assert tiles.plan(rows, 6, 64).takes_shared == bool(taken)
+    assert tiles.tile_config(rows, 6, 64).takes_shared == bool(taken)
 
 
 NOT_TAKEN = dataclasses.replace(GROUPED, takes_shared=False)
 
 
 @pytest.mark.parametrize(
-  ('cut', 'lacks'), [(DENSE, 0), (NOT_TAKEN, 0), (GROUPED, 1)]
+  ('config', 'lacks'), [(DENSE, 0), (NOT_TAKEN, 0), (GROUPED, 1)]
 )
-def test_shared_experts_that_are_left_to_xla(cut, lacks):
+def test_shared_experts_that_are_left_to_xla(config, lacks):
   """Of few tokens, by the plan, or if they are no multiple of an expert."""
   *inputs, shared = make_inputs(3, shared=2)
   gate, up, down = shared
   width = 2 * I - lacks
   shared = gate[:width], up[:width], down[:, :width]
-  mine = interpreted(cut, *inputs, shared)
-  routed = interpreted(cut, *inputs)
+  mine = interpreted(config, *inputs, shared)
+  routed = interpreted(config, *inputs)
   np.testing.assert_array_equal(
     mine, jax.jit(lambda x: routed + dense.swiglu(x, *shared))(inputs[0])
   )
@@ -176,7 +104,7 @@ def test_rows_that_xla_groups_have_the_same_bits(monkeypatch):
   """As the thousands of rows of a prefill; by a plan that is not compiled."""
   *inputs, _ = make_inputs(21, shared=1)
   wanted = interpreted(GROUPED, *inputs)
-  monkeypatch.setattr(grouping, 'supported', lambda *sizes: False)
+  monkeypatch.setattr(mosaic_dispatch, 'why_not', lambda *sizes: 'asked')
   found = interpreted(dataclasses.replace(GROUPED, stages=2), *inputs)
   np.testing.assert_array_equal(found, wanted)
 
@@ -185,8 +113,8 @@ def test_bits_do_not_depend_on_the_other_rows():
   """Alone, among few, among many, in either form; and a second time."""
   x, gate_up, down, ids, weights = make_inputs(24)
   few = [
-    interpreted(cut, x[:rows], gate_up, down, ids[:rows], weights[:rows])
-    for cut, rows in ((DENSE, 1), (DENSE, 8), (CLUSTER, 24))
+    interpreted(config, x[:rows], gate_up, down, ids[:rows], weights[:rows])
+    for config, rows in ((DENSE, 1), (DENSE, 8), (CLUSTER, 24))
   ]
   again = interpreted(CLUSTER, x, gate_up, down, ids, weights)
   np.testing.assert_array_equal(few[-1], again)
@@ -197,21 +125,35 @@ def test_bits_do_not_depend_on_the_other_rows():
 def test_bits_with_shared_experts_do_not_depend_on_the_other_rows():
   x, gate_up, down, ids, weights, shared = make_inputs(24, shared=2)
   few, many = (
-    interpreted(cut, x[:n], gate_up, down, ids[:n], weights[:n], shared)
-    for cut, n in ((GROUPED, 5), (CLUSTER, 24))
+    interpreted(config, x[:n], gate_up, down, ids[:n], weights[:n], shared)
+    for config, n in ((GROUPED, 5), (CLUSTER, 24))
   )
   np.testing.assert_array_equal(few, many[:5])
 
 
 @pytest.mark.parametrize(
-  'cut', [pytest.param(DENSE, marks=pytest.mark.slow), GROUPED]
+  'config', [pytest.param(DENSE, marks=pytest.mark.slow), GROUPED]
 )
-def test_nan_stays_in_its_row(cut):
+def test_nan_stays_in_its_row(config):
   x, *rest = make_inputs(8, shared=1)
-  clean = interpreted(cut, x, *rest)
-  spoilt = interpreted(cut, x.at[2].set(jnp.nan), *rest)
+  clean = interpreted(config, x, *rest)
+  spoilt = interpreted(config, x.at[2].set(jnp.nan), *rest)
   others = np.arange(8) != 2
   np.testing.assert_array_equal(clean[others], spoilt[others])
+
+
+@pytest.mark.parametrize(
+  'cut', [pytest.param(DENSE, marks=pytest.mark.slow), GROUPED]
+)
+def test_nan_in_an_expert_reaches_only_those_that_chose_it(cut):
+  x, gate_up, down, ids, weights, shared = make_inputs(8, shared=1)
+  others = (np.asarray(ids) != 1).all(axis=1)
+  assert others.any() and not others.all()
+  rest = ids, weights, shared
+  clean = interpreted(cut, x, gate_up, down, *rest)
+  spoilt = interpreted(cut, x, gate_up, down.at[1].set(jnp.nan), *rest)
+  np.testing.assert_array_equal(clean[others], spoilt[others])
+  assert np.isnan(np.asarray(spoilt, np.float32)[~others]).all()
 
 
 def lower(function, *shapes):
@@ -280,7 +222,7 @@ def test_says_what_is_not_supported(change, reason):
     jax.ShapeDtypeStruct(s.shape, dtype if s.dtype == jnp.bfloat16 else s.dtype)
     for s in shapes(**size | change)
   ]
-  assert reason in mosaic_gpu.supported(*inputs[:4])
+  assert reason in mosaic_gpu.why_not(*inputs[:4])
   with pytest.raises(ValueError, match=reason):
     jax.eval_shape(mosaic_gpu.expert_mlp, *inputs)
 
@@ -302,12 +244,3 @@ def test_derivative_is_the_references(monkeypatch):
   mine = jax.grad(functools.partial(loss, mosaic_gpu.expert_mlp))(x)
   theirs = jax.grad(functools.partial(loss, plain.expert_mlp))(x)
   np.testing.assert_array_equal(mine, theirs)
-
-
-def test_bench_cases_are_distinct_and_traceable():
-  cases = bench_cases.cases()
-  assert len({case.name for case in cases}) == len(cases)
-  for case in cases:
-    inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
-    assert jax.eval_shape(case.reference, *inputs).shape == inputs[0].shape
-    assert dataclasses.astuple(case)[-2:] > (0, 0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import dense
-from pallas_kernels.grouped_matmul import api
+from pallas_kernels.expert_mlp import api
 
 T, H, I, E, K = 6, 7, 5, 4, 3  # noqa: E741
 

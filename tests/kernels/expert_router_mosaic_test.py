@@ -9,33 +9,42 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels.expert_router import api, logits, mosaic_gpu, reference
+from pallas_kernels.expert_router import (
+  api,
+  cases,
+  logits,
+  mosaic_gpu,
+  reference,
+)
+from tests.kernels import witness
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
-def make_rules(choices, **changes):
-  known = dict(sigmoid=True, normalize=True, scale=2.5)
-  return reference.Rules(choices, **(known | changes))
+def make_config(choices, **changes):
+  known = dict(
+    scoring_func='sigmoid', norm_topk_prob=True, routed_scaling_factor=2.5
+  )
+  return api.RouterConfig(choices, **(known | changes))
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def interpreted(parts, bias, valid, rules):
+def interpreted(parts, bias, valid, config):
   """Compiled together, as each takes a second by itself."""
   rows = parts.shape[1]
-  return mosaic_gpu.choose(parts, bias, valid, rows, rules, INTERPRET)
+  return mosaic_gpu.choose(parts, bias, valid, rows, config, INTERPRET)
 
 
-def check(parts, bias, valid, rules):
+def check(parts, bias, valid, config):
   """`parts` `[S, T, E]` of logits."""
   parts = jnp.asarray(parts, jnp.float32)
   bias = None if bias is None else jnp.asarray(bias, jnp.float32)
   valid = None if valid is None else jnp.asarray(valid)
-  ids, sent, weights = interpreted(parts, bias, valid, rules)
-  routing = reference.route(sum(parts[1:], parts[0]), bias, rules)
+  ids, dispatch_ids, weights = interpreted(parts, bias, valid, config)
+  routing = reference.route(sum(parts[1:], parts[0]), bias, config)
   np.testing.assert_array_equal(ids, routing.ids)
   np.testing.assert_array_equal(
-    sent, reference.sent(routing.ids, valid, parts.shape[2])
+    dispatch_ids, reference.dispatch_ids(routing.ids, valid, parts.shape[2])
   )
   np.testing.assert_allclose(weights, routing.weights, rtol=1e-6)
 
@@ -44,11 +53,13 @@ def check(parts, bias, valid, rules):
   ('rows', 'experts', 'choices', 'number', 'changes'),
   [
     (1, 64, 6, 1, {}),
-    (7, 8, 1, 1, {'normalize': False}),
+    (7, 8, 1, 1, {'norm_topk_prob': False}),
     (5, 384, 8, 2, {}),
-    (9, 72, 6, 3, {'sigmoid': False}),
+    (9, 72, 6, 3, {'scoring_func': 'softmax'}),
     pytest.param(63, 64, 6, 2, {}, marks=pytest.mark.slow),
-    pytest.param(65, 8, 8, 1, {'sigmoid': False}, marks=pytest.mark.slow),
+    pytest.param(
+      65, 8, 8, 1, {'scoring_func': 'softmax'}, marks=pytest.mark.slow
+    ),
     pytest.param(257, 64, 6, 1, {}, marks=pytest.mark.slow),
   ],
 )
@@ -57,7 +68,7 @@ def test_is_the_reference(rows, experts, choices, number, changes):
   parts = rng.normal(size=(number, rows, experts))
   bias = rng.normal(size=experts) - 1  # Some biased scores are negative.
   valid = rng.random(rows) < 0.7
-  check(parts, bias, valid, make_rules(choices, **changes))
+  check(parts, bias, valid, make_config(choices, **changes))
 
 
 def test_ties_and_what_is_not_finite():
@@ -71,13 +82,13 @@ def test_ties_and_what_is_not_finite():
   rows[5, [3, 50]] = np.nan
   rows[6, [3, 50]] = -np.nan
   rows[7] = np.nan
-  check(rows[None], None, None, make_rules(6))
+  check(rows[None], None, None, make_config(6))
 
 
 def test_bias_of_infinity_closes_an_expert():
   rng = np.random.default_rng(0)
   bias = np.where(np.arange(8) < 6, -np.inf, 0)
-  check(rng.normal(size=(1, 4, 8)), bias, None, make_rules(4))
+  check(rng.normal(size=(1, 4, 8)), bias, None, make_config(4))
 
 
 @pytest.mark.parametrize('shape', [(7, 128, 64), (65, 192, 128)])
@@ -94,18 +105,19 @@ def test_logits_are_as_good_as_float32(shape):
   assert np.max(np.abs(total - truth) / size) < 2**-22
 
 
-def test_run_is_the_reference():
+@pytest.mark.parametrize(
+  'case', cases.small_cases(), ids=lambda case: case.name
+)
+def test_case(case):
   """From rows to ids and weights; the choice is that of the same logits."""
-  rng = np.random.default_rng(1)
-  x = jnp.asarray(rng.normal(size=(6, 64)), jnp.bfloat16)
-  gate = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32)
-  inputs = x, gate, jnp.zeros(64), jnp.arange(6) < 4, make_rules(6)
-  mine = mosaic_gpu.run(*inputs, INTERPRET)
-  theirs = reference.expert_router(*inputs)
-  np.testing.assert_array_equal(mine[0].ids, theirs[0].ids)
-  np.testing.assert_array_equal(mine[1], theirs[1])
-  np.testing.assert_allclose(mine[0].weights, theirs[0].weights, rtol=1e-5)
-  np.testing.assert_allclose(mine[0].choice, theirs[0].choice, atol=1e-6)
+  inputs = case.make_inputs(jax.random.key(0))
+  found = witness.run(jax.jit(case.interpreted), *inputs)
+  assert case.check(lambda *_: found, inputs)['ok']
+  config = case.interpreted.args[0]
+  routing, _ = reference.expert_router(*inputs, config)
+  np.testing.assert_array_equal(found[0], routing.ids)
+  np.testing.assert_allclose(found[1], routing.weights, rtol=1e-5)
+  np.testing.assert_allclose(found[3], routing.choice, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -123,48 +135,58 @@ def test_lowers_at_real_shapes(rows, model):
   device = AbstractDevice('NVIDIA H200', 132, 'gpu')
   mesh = AbstractMesh((), (), abstract_device=device)
   struct = jax.ShapeDtypeStruct
-  rules = make_rules(choices)
+  config = make_config(choices)
   with jax.sharding.use_abstract_mesh(mesh):
     x = struct((rows, hidden), jnp.bfloat16)
-    assert mosaic_gpu.unsupported(x, experts, rules) is None
+    gate = struct((experts, hidden), jnp.float32)
+    assert mosaic_gpu.why_not(x, gate, None, None, config) is None
     jax.jit(mosaic_gpu.run, static_argnums=4).trace(
       x,
-      struct((experts, hidden), jnp.float32),
+      gate,
       struct((experts,), jnp.float32),
       struct((rows,), jnp.bool_),
-      rules,
+      config,
     ).lower(lowering_platforms=('cuda',))
 
 
 def test_what_it_leaves_to_the_reference():
   x = jnp.zeros((2, 64), jnp.bfloat16)
-  unsupported = mosaic_gpu.unsupported
-  assert 'bfloat16' in unsupported(x.astype(jnp.float32), 64, make_rules(6))
-  assert 'groups' in unsupported(x, 64, make_rules(6, groups=2))
-  assert 'choices' in unsupported(x, 64, make_rules(9))
-  assert 'experts' in unsupported(x, 513, make_rules(6))
   gate = jnp.zeros((64, 64))
+
+  def why_not(x, experts, config):
+    gate = jnp.zeros((experts, 64))
+    return mosaic_gpu.why_not(x, gate, None, None, config)
+
+  assert 'bfloat16' in why_not(x.astype(jnp.float32), 64, make_config(6))
+  assert 'groups' in why_not(x, 64, make_config(6, n_group=2))
+  assert 'choices' in why_not(x, 64, make_config(9))
+  assert 'experts' in why_not(x, 513, make_config(6))
+  with pytest.raises(ValueError, match='scoring_func'):
+    make_config(6, scoring_func='relu')
   with pytest.raises(ValueError, match='Hopper'):
     api.expert_router(
-      x, gate, None, None, make_rules(6), implementation='mosaic_gpu'
+      x, gate, None, None, make_config(6), implementation='mosaic_gpu'
     )
   with pytest.raises(ValueError, match='valid'):
-    api.expert_router(x, gate, None, jnp.ones(3, bool), make_rules(6))
+    api.expert_router(x, gate, None, jnp.ones(3, bool), make_config(6))
 
 
 def test_derivative_is_the_references():
   rng = np.random.default_rng(2)
   x = jnp.asarray(rng.normal(size=(4, 64)), jnp.bfloat16)
   gate = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32)
-  rest = jnp.zeros(64), jnp.ones(4, bool), make_rules(6)
+  rest = jnp.zeros(64), jnp.ones(4, bool), make_config(6)
 
   def loss(op, gate):
     return jnp.sum(op(x, gate, *rest)[0].weights[:, 0])
 
   want = jax.grad(functools.partial(loss, reference.expert_router))(gate)
-  routing, sent = reference.expert_router(x, gate, *rest)
+  routing, ids = reference.expert_router(x, gate, *rest)
   zeros = jax.tree.map(jnp.zeros_like, routing)
-  cotangent = zeros._replace(weights=zeros.weights.at[:, 0].set(1.0)), sent
+  cotangent = (
+    zeros._replace(weights=zeros.weights.at[:, 0].set(1.0)),
+    ids,
+  )
   inputs = x, gate, *rest[:2]
   got = mosaic_gpu._backward(rest[2], inputs, cotangent)[1]
   np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dense import matmul
-from pallas_kernels.grouped_matmul.api import expert_mlp
-from pallas_kernels.quantized import QuantizedArray, expand
+from pallas_kernels.expert_mlp.api import expert_mlp
+from pallas_kernels.quantized import QuantizedArray, dequantize
 from tests.io import quantize
 
 
@@ -51,7 +51,7 @@ def test_values_times_scales_exactly(form, shape, parts):
   array, exact = quantized(weights(*shape), form, parts)
   array.check('w')
   assert array.shape == shape and array.ndim == 3
-  for got in (array.dequantize(jnp.float32), expand(array, jnp.float32)):
+  for got in (array.dequantize(jnp.float32), dequantize(array, jnp.float32)):
     assert np.array_equal(got, exact)
   one = jax.jit(lambda a, i: a[i].dequantize(jnp.bfloat16))(array, shape[0] - 1)
   assert np.array_equal(one, jnp.asarray(exact[-1]).astype(jnp.bfloat16))

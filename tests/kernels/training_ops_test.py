@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul.api import expert_mlp
+from pallas_kernels.expert_mlp.api import expert_mlp
 from pallas_kernels.quantized import QuantizedArray
 from pallas_kernels.verify_attention import training
 from pallas_kernels.verify_attention.api import verify_attention

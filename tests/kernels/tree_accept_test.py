@@ -27,7 +27,7 @@ def walk(tokens, parents, num_nodes, target, max_depth):
     node = path[-1]
     children = [
       j
-      for j in range(num_nodes)
+      for j in range(min(num_nodes, len(parents)))
       if parents[j] == node and tokens[j] == target[node]
     ]
     if not children:

@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels import _bits
 from pallas_kernels.tree_build import (
   api,
-  bench_cases,
-  bits,
+  cases,
   mosaic_bands,
   mosaic_common,
   mosaic_select,
@@ -178,15 +178,15 @@ def test_ancestors_by_doubling():
   depth = 69
   np.testing.assert_array_equal(
     mosaic.ancestors_by_doubling(jnp.asarray(parents), depth),
-    bits.ancestors_from_parents(jnp.asarray(parents), depth),
+    _bits.ancestors_from_parents(jnp.asarray(parents), depth),
   )
 
 
 @pytest.mark.parametrize(
   'shape, budget, dtype',
-  [pytest.param((1, bench_cases.DEPTH, bench_cases.VOCAB), b, 'float32',
-                marks=[pytest.mark.slow] * (b in bench_cases.BUDGETS[1:-1]))
-   for b in bench_cases.BUDGETS]
+  [pytest.param((1, cases.DEPTH, cases.VOCAB), b, 'float32',
+                marks=[pytest.mark.slow] * (b in cases.BUDGETS[1:-1]))
+   for b in cases.BUDGETS]
   + [pytest.param((2, 31, 1 << 20), 1024, 'bfloat16', marks=pytest.mark.slow),
      ((3, 7, 33), 9, 'bfloat16')],
 )  # fmt: skip

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.tree_build import api, bits, reference
+from pallas_kernels import _bits
+from pallas_kernels.tree_build import api, cases, reference
 
 BUDGETS = (0, 1, 2, 7, 31, 32, 33, 64)
-STYLES = ('normal', 'grid', 'equal', 'one_hot', 'holes', 'peaked')
+STYLES = cases.STYLES
 
 build = jax.jit(api.tree_build, static_argnames=('budget', 'implementation'))
 build_from_ranks = jax.jit(
@@ -36,23 +37,7 @@ def strict():
 
 
 def make_logits(style, shape, seed=0):
-  rng = np.random.default_rng(seed)
-  logits = rng.normal(size=shape).astype(np.float32)
-  if style == 'grid':  # many exact ties, -0 next to 0 among them
-    logits = (np.round(logits) * 0.5 * rng.choice([-1, 1], shape)).astype(
-      np.float32
-    )
-  elif style == 'equal':
-    logits = np.full(shape, 1.25, np.float32)
-  elif style == 'one_hot':  # log q of the best token rounds to 0
-    logits = np.where(np.arange(shape[2]) == 1, 1e4, logits).astype(np.float32)
-  elif style == 'holes':
-    kind = rng.integers(0, 4, shape)
-    logits = np.where(kind == 0, -np.inf, np.where(kind == 1, np.nan, logits))
-    logits = logits.astype(np.float32)
-  elif style == 'peaked':
-    logits *= 30
-  return logits
+  return cases.make_logits(style, shape, np.random.default_rng(seed))
 
 
 def ranked_tokens(logits):
@@ -183,20 +168,13 @@ def test_enumeration_and_heap_agree(style):
 
 
 @pytest.mark.parametrize(
-  'shape,budget',
-  [
-    ((1, 3, 1), 2),  # V = 1: a chain cut short
-    ((1, 3, 1), 9),  # V = 1: budget beyond all prefixes
-    ((2, 2, 3), 20),  # 12 prefixes
-    ((2, 1, 6), 4),  # a star
-    ((3, 0, 4), 3),  # no depth at all
-  ],
+  'case', cases.small_cases(), ids=lambda case: case.name
 )
-def test_small_shapes(shape, budget):
-  for style in ('normal', 'equal', 'holes'):
-    logits = make_logits(style, shape, 5)
-    tree = build(logits, roots(shape[0]), budget=budget)
-    check(tree, logits, roots(shape[0]), budget)
+def test_case(case):
+  logits, root = map(np.asarray, case.make_inputs(jax.random.key(0)))
+  budget = case.reference.keywords['budget']
+  tree = build(logits, root, budget=budget)
+  check(tree, logits, root, budget)
 
 
 def test_budget_one_thousand_equals_heap():
@@ -338,6 +316,10 @@ def test_infinite_logits_tie_by_token_id():
   assert tree.tokens[0, 1] == 1  # log 1/2, before any child of it
   assert np.isfinite(tree.scores).all()
   np.testing.assert_allclose(tree.scores[0, 1], -np.log(2), rtol=1e-6)
+  # They share all probability: nothing else is possible at their depth.
+  tree = build(logits, roots(2), budget=62)
+  assert {*np.asarray(tree.tokens[0])[tree.depths[0] == 1].tolist()} == {1, 4}
+  assert tree.num_nodes.tolist() == [1 + 2 * (1 + 5 + 25), 63]
 
 
 def test_no_prefix_closed_set_of_the_size_has_more_mass():
@@ -358,12 +340,12 @@ def test_no_prefix_closed_set_of_the_size_has_more_mass():
 
 def test_ancestors_of_chains_and_of_corrupted_parents():
   chain = np.tile(np.arange(-1, 39, dtype=np.int32), (2, 1))
-  words = bits.ancestors_from_parents(jnp.asarray(chain), 39)
-  mask = bits.unpack_bits(words, 40)
+  words = _bits.ancestors_from_parents(jnp.asarray(chain), 39)
+  mask = _bits.unpack_bits(words, 40)
   np.testing.assert_array_equal(mask[1], np.tril(np.ones((40, 40), bool)))
   # A cycle ends, out-of-range parents make padding.
   bad = jnp.asarray([[-1, 2, 1, 99, -7, 0]], jnp.int32)
-  mask = np.asarray(bits.unpack_bits(bits.ancestors_from_parents(bad, 9), 6))
+  mask = np.asarray(_bits.unpack_bits(_bits.ancestors_from_parents(bad, 9), 6))
   want = np.zeros((6, 6), bool)
   want[0, 0] = want[5, 5] = want[5, 0] = True
   want[1:3, 1:3] = True

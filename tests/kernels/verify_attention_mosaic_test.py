@@ -8,59 +8,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels import _bits, _combine, _hopper
+from pallas_kernels.case import INTERPRET
 from pallas_kernels.verify_attention import (
   api,
-  bench_cases,
   block,
-  merge,
+  cases,
   mosaic_gpu,
-  reference,
 )
+from tests.kernels import witness
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-R, C, LAYER = 128, 192, 1
-SCALE = C**-0.5
-
-
-def make_inputs(n, heads, capacity, lengths, chain=False, seed=0):
-  """Inputs with NaN wherever nothing may be read, and the mask."""
-  rng = np.random.default_rng(seed)
-  batch = len(lengths)
-  query = rng.normal(size=(batch, n, heads, C))
-  cache = rng.normal(size=(2, batch, capacity, C))
-  rows = rng.normal(size=(batch, n, C))
-  mask = np.tril(np.ones((batch, n, n), bool))
-  if not chain:
-    mask &= rng.random((batch, n, n)) < 0.4
-    mask[:, np.arange(n), np.arange(n)] = True
-  if not chain and n > 2:
-    # The last node of the first sequence is padding; the second one sees
-    # nothing but is seen.
-    mask[0, -1] = mask[0, :, -1] = mask[0, 1] = False
-    mask[0, 0, 1] = True
-  for b, length in enumerate(lengths):
-    cache[:, b, length:] = np.nan
-    rows[b, ~mask[b].any(axis=0)] = np.nan
-  cache[1 - LAYER] = np.nan
-  arrays = [jnp.asarray(a, jnp.bfloat16) for a in (query, cache, rows)]
-  return (*arrays, jnp.asarray(lengths, jnp.int32), pack(mask, chain)), mask
+R, LAYER = cases.SMALL_VALUE_DIM, cases.LAYER
+SCALE = 192**-0.5
 
 
-def pack(mask, chain=False):
-  if chain:
-    return None
-  batch, n, _ = mask.shape
-  padded = np.zeros((batch, n, -(-n // 32) * 32), np.uint8)
-  padded[..., :n] = mask
-  words = np.packbits(padded, axis=-1, bitorder='little')
-  return jnp.asarray(np.ascontiguousarray(words).view(np.uint32))
+def visible(inputs):
+  """Which new rows a node sees, `[B, N, N]`."""
+  batch, n = inputs[0].shape[:2]
+  if len(inputs) > 4:
+    return np.asarray(_bits.unpack_bits(inputs[4], n))
+  return np.tril(np.ones((batch, n, n), bool))
 
 
-def exact(inputs, mask, scale=SCALE):
+def exact(*inputs, scale=SCALE):
   """Softmax over exactly the visible rows, in float64."""
+  mask = visible(inputs)
   query, cache, rows, lengths = (
     np.asarray(a.astype(jnp.float32), np.float64) for a in inputs[:4]
   )
@@ -76,80 +50,13 @@ def exact(inputs, mask, scale=SCALE):
   return out
 
 
-@functools.partial(jax.jit, static_argnames=('splits', 'scale'))
-def attend(query, cache, rows, lengths, ancestors, splits=1, scale=SCALE):
-  return mosaic_gpu.verify_attention(
-    query,
-    cache,
-    rows,
-    lengths,
-    layer=LAYER,
-    value_dim=R,
-    scale=scale,
-    ancestors=ancestors,
-    splits=splits,
-    interpret=INTERPRET,
-  )
-
-
-def plain(query, cache, rows, lengths, ancestors, scale=SCALE):
-  return reference.verify_attention(
-    query,
-    cache,
-    rows,
-    lengths,
-    layer=LAYER,
-    value_dim=R,
-    scale=scale,
-    ancestors=ancestors,
-  )
-
-
-def error(value, truth):
-  value = np.asarray(value.astype(jnp.float32), np.float64)
-  return np.linalg.norm(value - truth) / np.linalg.norm(truth)
-
-
-def interpreted(*inputs, **options):
-  out = jax.block_until_ready(attend(*inputs, **options))
-  assert not gpu_callbacks.get_races().races_found
-  return out
-
-
-def check(n, heads, capacity, lengths, chain=False, **options):
-  inputs, mask = make_inputs(n, heads, capacity, lengths, chain)
-  out = interpreted(*inputs, **options)
-  truth = exact(inputs, mask)
-  assert error(out, truth) <= 2 * error(plain(*inputs), truth)
-  blind = ~mask.any(axis=2) & (np.asarray(lengths) == 0)[:, None]
-  assert not np.any(np.asarray(out.astype(jnp.float32))[blind])
-
-
-@pytest.mark.parametrize('capacity', [8, 200])
-def test_edges_of_the_cache_as_a_tree(capacity):
-  """No row, an odd number of rows and a full cache in one batch."""
-  check(9, 5, capacity, [0, capacity - 1, capacity])
-
-
-def test_more_nodes_than_a_tile_as_a_tree():
-  check(67, 1, 136, [129])
-
-
-def test_more_nodes_than_a_tile_as_a_chain():
-  """Three tiles of queries: one needs one tile of nodes, one has two heads."""
-  check(75, 2, 136, [63], chain=True, splits=2)
-
-
-def test_odd_numbers_of_heads_and_tiles_as_a_chain():
-  check(30, 3, 64, [0], chain=True)
-
-
-def test_splits_of_one_tile_and_of_none():
-  check(3, 2, 128, [0, 100], splits=4)
-
-
-def test_a_decode_step_in_splits():
-  check(1, 3, 512, [500], chain=True, splits=2)
+@pytest.mark.filterwarnings('ignore:invalid value encountered in matmul')
+@pytest.mark.parametrize(
+  'case', cases.small_cases(), ids=lambda case: case.name
+)
+def test_case(case):
+  scale = case.kernel.keywords['scale']
+  witness.check_close(case, functools.partial(exact, scale=scale))
 
 
 @pytest.mark.parametrize('splits', [1, 2, 7, 26, 132])
@@ -163,35 +70,76 @@ def test_splits_are_equal_and_as_equal_in_new_tiles(splits):
     assert new > prefix or np.ptp(counts[1]) <= 1
 
 
-def test_new_tiles_in_splits():
-  """Two tiles of nodes and three of the prefix, on each of two splits."""
-  check(67, 2, 136, [129], splits=2)
+def interpreted(*inputs, **options):
+  run = functools.partial(cases.attend_small, interpret=INTERPRET, **options)
+  return witness.run(run, *inputs)
+
+
+def check_reach(inputs, places, value, **options):
+  """Poisons new rows `[(sequence, node, columns)]`, all at once.
+
+  A node that sees one gets NaN, the others keep their bits.
+  """
+  want, mask = interpreted(*inputs, **options), visible(inputs)
+  query, cache, rows, *rest = inputs
+  reached = np.zeros(mask.shape[:2], bool)
+  for b, node, columns in places:
+    rows = rows.at[b, node, columns].set(value)
+    reached[b] |= mask[b, :, node]
+  got = interpreted(query, cache, rows, *rest, **options)
+  np.testing.assert_array_equal(got[~reached], want[~reached])
+  assert reached.any() and not reached.all()
+  assert np.isnan(np.asarray(got, np.float32)[reached]).all()
+
+
+ALL, LATENT, ROPE = slice(None), 7, R + 63
 
 
 @pytest.mark.filterwarnings('ignore:invalid value encountered in matmul')
-@pytest.mark.parametrize('hidden', [jnp.inf, -jnp.inf, jnp.nan])
-def test_one_value_that_nobody_may_see(hidden):
-  """Behind the prefix and in a new row; queries have nothing against it."""
-  (query, cache, rows, lengths, words), mask = make_inputs(5, 2, 64, [33])
-  query = query.at[..., 7].set(0).at[0, 0].set(0)
-  cache = cache.at[LAYER, 0, 33:].set(0).at[LAYER, 0, 40, 7].set(hidden)
-  rows = rows.at[0, -1].set(0).at[0, -1, 7].set(hidden)
-  inputs = (query, cache, rows, lengths, words)
-  out, truth = interpreted(*inputs), exact(inputs, mask)
-  assert error(out, truth) <= 2 * error(plain(*inputs), truth)
+@pytest.mark.parametrize(
+  ('value', 'columns'),
+  [(jnp.nan, LATENT), (jnp.nan, ROPE), (jnp.inf, ALL), (-jnp.inf, ALL)],
+)
+@pytest.mark.parametrize('chain', [False, True])
+def test_what_is_not_finite_reaches_only_those_that_see_it(
+  value, columns, chain
+):
+  """After an odd prefix, in a batch whose last sequence has none."""
+  inputs = cases.small_inputs(9, 2, 72, [65, 3, 0], chain, jax.random.key(5))
+  check_reach(inputs, [(0, 5, columns), (2, 8, columns)], value)
 
 
-@pytest.mark.parametrize('splits', [2, 3, merge.FEW_SPLITS, 9, 37])
+def test_what_is_not_finite_in_tiles_of_a_chain():
+  """On a block's own tile, on one of two heads, in splits."""
+  inputs = cases.small_inputs(75, 2, 136, [63], True, jax.random.key(0))
+  check_reach(inputs, [(0, 40, LATENT)], jnp.nan, splits=2)
+  check_reach(inputs, [(0, 70, LATENT)], jnp.nan)
+
+
+def test_a_committed_row_that_is_not_finite():
+  """All nodes of its sequence see it, in a full tile or in the last one."""
+  inputs = cases.small_inputs(
+    5, 2, 136, [129, 129, 70], False, jax.random.key(0)
+  )
+  want, (query, cache, *rest) = interpreted(*inputs), inputs
+  cache = cache.at[LAYER, 0, 7, 3].set(jnp.nan)
+  cache = cache.at[LAYER, 2, 69, 3].set(jnp.nan)
+  got = interpreted(query, cache, *rest)
+  np.testing.assert_array_equal(got[1], want[1])
+  assert np.isnan(got[jnp.array([0, 2])].astype(jnp.float32)).all()
+
+
+@pytest.mark.parametrize('splits', [2, 3, _combine.FEW_SPLITS, 9, 37])
 @pytest.mark.parametrize('num_rows', [1, 7])
 @pytest.mark.parametrize('multiprocessors', [1, 28])
-def test_merge(splits, num_rows, multiprocessors, monkeypatch):
+def test_combine(splits, num_rows, multiprocessors, monkeypatch):
   """Rows by the handful in a warpgroup, or in parts of their columns.
 
   One is of a split that saw nothing; not all splits were written.
   """
-  monkeypatch.setattr(merge, 'MULTIPROCESSORS', multiprocessors)
+  monkeypatch.setattr(_hopper, 'MULTIPROCESSORS', multiprocessors)
   rng = np.random.default_rng(splits)
-  dim = R if splits <= merge.FEW_SPLITS else 3 * R
+  dim = R if splits <= _combine.FEW_SPLITS else 3 * R
   part = rng.normal(size=(splits, 2, num_rows, dim))
   lse = rng.normal(size=(splits, 2, num_rows)) * 8
   lse[0, 0, 0], lse[:, 1, 0], part[:, 1, 0] = -np.inf, -np.inf, 0
@@ -204,47 +152,32 @@ def test_merge(splits, num_rows, multiprocessors, monkeypatch):
   weights = np.nan_to_num(weights / weights.sum(axis=0))[..., None]
   truth = (weights * np.where(counts[..., None], part, 0)).sum(axis=0)
   # The last row comes first.
-  found = merge.merge(
+  found = _combine.combine(
     jnp.asarray(part, jnp.float32),
     jnp.asarray(lse, jnp.float32),
     num_rows,
     INTERPRET,
     used=jnp.asarray(used),
     source=lambda row: num_rows - 1 - row,
+    kernel_name='combine',
   )
   np.testing.assert_allclose(found, truth[:, ::-1], rtol=1e-5, atol=1e-5)
   assert not gpu_callbacks.get_races().races_found
 
 
-def test_very_low_scores_survive():
-  """All scores are about -1e4, and maxima rise from tile to tile."""
-  (query, cache, rows, lengths, words), mask = make_inputs(4, 2, 256, [250])
-  ramp = jnp.asarray(np.linspace(-200, -100, 256), jnp.bfloat16)
-  query = query.at[..., -1].set(64.0)
-  cache = cache.at[LAYER, 0, :250, -1].set(ramp[:250])
-  rows = rows.at[..., -1].set(jnp.where(jnp.isnan(rows[..., -1]), jnp.nan, -99))
-  inputs = (query, cache, rows, lengths, words)
-  out, truth = interpreted(*inputs, scale=1.0), exact(inputs, mask, 1.0)
-  assert error(out, truth) <= 2 * error(plain(*inputs, scale=1.0), truth)
-
-
-def test_a_scale_below_zero():
-  inputs, mask = make_inputs(4, 2, 64, [33])
-  truth = exact(inputs, mask, -0.1)
-  out = interpreted(*inputs, scale=-0.1)
-  assert error(out, truth) <= 2 * error(plain(*inputs, scale=-0.1), truth)
-
-
 def test_same_bits_twice_and_whatever_others_hold():
-  inputs, mask = make_inputs(9, 2, 72, [3, 65], seed=3)
+  key = jax.random.key(3)
+  inputs = cases.small_inputs(9, 2, 72, [3, 65], False, key)
   query, _, rows, _, _ = inputs
+  run = functools.partial(cases.attend_small, interpret=INTERPRET)
+  interpreted = functools.partial(witness.run, run)
   out = interpreted(*inputs)
   np.testing.assert_array_equal(interpreted(*inputs), out)
   # A row large enough to move the maxima of those that see it, and a neighbour
   # in the batch that is NaN all over.
   rows, query = rows.at[0, 5].set(30), query.at[1].set(jnp.nan)
   changed = interpreted(query, inputs[1], rows, *inputs[3:])
-  blind = ~mask[0, :, 5]
+  blind = ~visible(inputs)[0, :, 5]
   np.testing.assert_array_equal(out[0, blind], changed[0, blind])
   assert np.any(out[0, ~blind] != changed[0, ~blind])
   assert np.isnan(changed[1].astype(jnp.float32)).all()
@@ -312,15 +245,14 @@ def test_splits_fill_the_multiprocessors(row_tiles, key_tiles, splits):
   assert mosaic_gpu._num_splits(1, row_tiles, key_tiles, 512) == splits
 
 
-def test_bench_cases_have_the_shapes_they_name():
-  for case in bench_cases.cases():
+def test_timed_cases_have_the_shapes_they_name():
+  for case in filter(lambda case: case.timed, cases.cases()):
     shapes = jax.eval_shape(case.make_inputs, jax.random.key(0))
-    query, cache, rows, lengths, *ancestors = shapes
+    query, cache, *_ = shapes
     heads, nodes = query.shape[2], query.shape[1]
     assert case.name.startswith(f'{heads} heads')
     assert str(nodes) in case.name
-    words = ancestors[0] if ancestors else None
-    assert mosaic_gpu.supported(query, cache, rows, 512, words) is None
+    assert mosaic_gpu.why_not(query, cache, value_dim=512) is None
     assert case.flops > 0 and case.bytes > 0
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.tree_build import bits
+from pallas_kernels import _bits
 from pallas_kernels.verify_attention import api
 
 L, B, S, N, H, C, R = 2, 3, 19, 5, 3, 13, 9
@@ -123,7 +123,7 @@ def test_a_node_that_sees_nothing_gets_zeros():
 def test_chain_bits_equal_implicit_causal_bitwise():
   query, cache, rows, _ = make_arrays(2)
   chain = np.tile(np.arange(-1, N - 1, dtype=np.int32), (B, 1))
-  words = bits.ancestors_from_parents(jnp.asarray(chain), N - 1)
+  words = _bits.ancestors_from_parents(jnp.asarray(chain), N - 1)
   np.testing.assert_array_equal(
     run(query, cache, rows, [0, 5, S], words),
     run(query, cache, rows, [0, 5, S], None),
@@ -162,11 +162,38 @@ def test_invisible_rows_change_no_bit():
     assert (got[~blind] != want[~blind]).any()
 
 
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('chain', [False, True])
+def test_what_is_not_finite_reaches_only_those_that_see_it(value, chain):
+  """A whole new row, one value of it, and what lies behind the length."""
+  query, cache, rows, mask = make_arrays(9)
+  if chain:
+    mask[:] = np.tril(np.ones((N, N), bool))
+  lengths, words = [2, 9, 0], None if chain else pack(mask)
+  want = run(query, cache, rows, lengths, words)
+  for b, length in enumerate(lengths):
+    cache[:, b, length:] = value
+  for j in range(N):
+    for columns in (slice(None), 2, C - 1):
+      other = rows.copy()
+      other[:, j, columns] = value
+      got = run(query, cache, other, lengths, words)
+      blind = ~mask[:, :, j]
+      np.testing.assert_array_equal(got[blind], want[blind])
+      if columns == slice(None) or np.isnan(value):
+        assert np.isnan(got[~blind]).all()
+  # A committed row is seen by every node of its sequence.
+  cache[1, 1, 3, 4] = np.nan
+  got = run(query, cache, rows, lengths, words)
+  np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
+  assert np.isnan(got[1]).all()
+
+
 def test_sibling_order_permutes_the_output():
   #  0 -> 1, 2;  1 -> 3;  2 -> 4: swapping both branches
   parents = np.array([[-1, 0, 0, 1, 2]] * B, np.int32)
   order = np.array([0, 2, 1, 4, 3])
-  words = bits.ancestors_from_parents(jnp.asarray(parents), 2)
+  words = _bits.ancestors_from_parents(jnp.asarray(parents), 2)
   query, cache, rows, _ = make_arrays(5)
   want = run(query, cache, rows, [4, 0, S], words)
   # The same parents describe the swapped tree, whose nodes moved.
@@ -177,7 +204,7 @@ def test_sibling_order_permutes_the_output():
 def test_every_node_equals_its_path_as_a_chain():
   query, cache, rows, _ = make_arrays(6)
   parents = np.array([[-1, 0, 0, 2, 3]] * B, np.int32)
-  words = bits.ancestors_from_parents(jnp.asarray(parents), 3)
+  words = _bits.ancestors_from_parents(jnp.asarray(parents), 3)
   tree = run(query, cache, rows, [4, 7, 1], words)
   path = [0, 2, 3, 4]
   chain = run(query[:, path], cache, rows[:, path], [4, 7, 1], None)

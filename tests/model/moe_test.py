@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax.model.moe import rules
+from kdtree_jax.model.moe import router_config
 from kdtree_jax.named_configs import load_config
 from kdtree_jax.reference import model as reference_model
 from pallas_kernels.expert_router.api import route
@@ -27,7 +27,7 @@ def test_route(name, normalise):
   ids, weights, _ = route(
     jnp.asarray(logits),
     None if bias is None else jnp.asarray(bias),
-    rules(config),
+    router_config(config),
   )
   wanted_ids, wanted = reference_model.route(config.to_dict(), logits, bias)
   order = np.argsort(ids, axis=1)

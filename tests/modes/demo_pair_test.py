@@ -45,7 +45,7 @@ class Letters:
 
 def test_the_round_that_is_drawn(monkeypatch):
   """A tree in which a second choice was right, the longest of those."""
-  plain = RoundRecord(1, [2, 3], [1, 1], [-1, 0, 0], [0, -0.1, -3], [0, 1])
+  plain = RoundRecord(1, [2, 3], [1, 1], [-1, 0, 0], [0.0, -0.1, -3.0], [0, 1])
   second = dataclasses.replace(plain, accepted_indices=[0, 2])
   result = GenerateResult(
     prompt_ids=[1],

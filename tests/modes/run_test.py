@@ -221,7 +221,7 @@ GENERATE = ('--mode=generate', f'--target={FIXTURE}')
     ((*GENERATE, PROMPT, f'--drafter={FIXTURE}'), 'config.json'),
     (
       (*GENERATE, PROMPT, '--drafter=tests/data/moonlight/dflash'),
-      'vocab_size=130 does not fit',
+      'for vocab_size=130, not 64',
     ),
     (
       (*GENERATE, PROMPT, f'--drafter={FIXTURE}/dflash', '--block_size=9'),

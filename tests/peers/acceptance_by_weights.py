@@ -2,8 +2,8 @@
 
 Arithmetic is float32 throughout and the drafter is the same: only the target's
 weights change. INT4 has groups of 8, finer than the 32 of real checkpoints,
-because the fixture's experts are 24 wide. Run by hand for the table in the
-README; `pair_by_weights.py` does the same for the trained pair:
+because the fixture's experts are 24 wide. Run by hand for the table in
+docs/DRAFTERS.md; `pair_by_weights.py` does the same for the trained pair:
 
     python tests/peers/acceptance_by_weights.py
 """

@@ -79,7 +79,7 @@ OPS = (
   'cache_compact',
   'draft_attention',
   'expert_router',
-  'grouped_matmul',
+  'expert_mlp',
   'tree_accept',
   'tree_build',
   'verify_attention',

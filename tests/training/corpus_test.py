@@ -115,7 +115,21 @@ def test_a_record_that_lists_no_path(tmp_path):
       'MIT AND (BSD-3-Clause OR Zlib)',
     ),
     ('License: BSD 3-Clause License', 'BSD-3-Clause'),
-    ('License: apache-2.0', 'apache-2.0'),
+    ('License: apache-2.0', 'Apache-2.0'),
+    ('License: Apache License, Version 2.0', 'Apache-2.0'),
+    ('License: The MIT License', 'MIT'),
+    ('License: Apache License', None),
+    ('License-Expression: (MIT OR BSD-3-Clause) AND GPL-3.0-only', None),
+    (
+      'License-Expression: apache-2.0 with LLVM-exception',
+      'Apache-2.0 WITH LLVM-exception',
+    ),
+    ('License-Expression: MIT WITH Classpath-exception-2.0', None),
+    ('License-Expression: MIT OR', None),
+    (
+      'License: line 1\n  Permission is hereby granted, free of charge',
+      'MIT',
+    ),
     ('License: LGPL', None),
     ('License: ', None),
     (

@@ -290,6 +290,35 @@ def test_the_gradient_of_attention_is_that_of_a_plain_softmax():
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize('half', (0, 1), ids=('key', 'value'))
+def test_a_row_that_is_not_finite_reaches_only_those_that_see_it(half):
+  """A row of the context, and one of a block, in results and gradients."""
+  rng = np.random.default_rng(0)
+  queries = rng.normal(size=(1, 2, 3, 1, 2, 4)).astype(np.float32)
+  context = rng.normal(size=(2, 1, 5, 1, 4)).astype(np.float32)
+  block = rng.normal(size=(2, 1, 2, 3, 1, 4)).astype(np.float32)
+  # Only the first block sees row 2; only the last slots see themselves.
+  seen = np.ones((1, 2, 1, 5), bool)
+  seen[0, 1, :, 2] = False
+  within = np.tril(np.ones((3, 3), bool))
+
+  @jax.jit
+  def run(context, block):
+    def attend(queries):
+      return block_attention(queries, context, block, (seen, within), 0.3)
+
+    out, gradient = jax.vjp(attend, queries)
+    return out, gradient(out)[0]
+
+  wanted = run(tuple(context), tuple(block))
+  context[half, 0, 2, 0, 1] = block[half, 0, 1, 2, 0, 3] = np.nan
+  for found, clean in zip(
+    run(tuple(context), tuple(block)), wanted, strict=True
+  ):
+    assert np.isnan(found[0, 0]).all() and np.isnan(found[0, 1, 2]).all()
+    np.testing.assert_array_equal(found[0, 1, :2], clean[0, 1, :2])
+
+
 # -------------------------------------------------------------- acceptance
 
 

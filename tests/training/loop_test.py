@@ -143,12 +143,11 @@ def test_runs_that_are_not_this_one(tmp_path):
     Run(tmp_path, identity)
 
 
-def test_a_recipe_of_another_kind(monkeypatch):
-  import configs.tiny
-
-  monkeypatch.setattr(configs.tiny, 'RECIPE', {'steps': 3}, raising=False)
-  with pytest.raises(UserError, match='tiny.py: RECIPE is a dict, not a Train'):
-    load_recipe('tiny')
+def test_a_recipe_of_another_kind(monkeypatch, tmp_path):
+  (tmp_path / 'odd.py').write_text("CONFIG, RECIPE = None, {'steps': 3}\n")
+  monkeypatch.setattr(named_configs, 'repository_path', lambda _: tmp_path)
+  with pytest.raises(UserError, match='odd.py: RECIPE is a dict, not a Train'):
+    load_recipe('odd')
 
 
 @pytest.mark.parametrize(

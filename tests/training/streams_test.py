@@ -15,7 +15,6 @@ from kdtree_jax.modes import train_drafter
 from kdtree_jax.training import build, rollouts, streams
 from kdtree_jax.training.corpus import END_OF_TEXT, MASK, read_corpus
 from kdtree_jax.training.loop import Data
-from kdtree_jax.training.ngram import NGram, longest_order
 from kdtree_jax.training.packing import gather_windows, window_starts
 from kdtree_jax.training.sources import Document
 from tests import support
@@ -142,16 +141,6 @@ def test_streams_that_would_wrap():
     window_starts(2**31, 10, 2, 0, 0)
   with pytest.raises(UserError, match='train split: int64 .* is no row'):
     Data(np.zeros(9, np.int64), np.zeros(9, np.uint16), 0)
-
-
-def test_ngrams_of_many_tokens():
-  assert [longest_order(n, 5) for n in (4096, 8192, LARGE)] == [5, 4, 3]
-  tokens = np.array([7, 69999, 65536, 7, 69999, 65536, 0], np.uint32)
-  model = NGram(tokens, LARGE, 0, longest_order(LARGE, 5))
-  logs = model.log_probabilities(tokens)
-  assert logs[4] > -1.5 > logs[0]
-  with pytest.raises(UserError, match='token 70000 is outside'):
-    NGram(np.array([LARGE]), LARGE, 0, 1)
 
 
 def test_the_manifest_says_what_belongs_to_it(folder, tmp_path):

@@ -243,7 +243,6 @@ def test_it_learns(trained, corpus):
   assert last['test_loss'] < losses[0]
   ratio = last['test_bits_per_byte'] / valid[1]['validation_bits_per_byte']
   assert 0.8 < ratio < 1.25
-  assert 0 < last['test_5gram_bits_per_byte'] < 8
   steps = [r for r in records if 'gradient_norm' in r]
   assert all(r['tokens_per_second'] > 0 for r in steps)
   assert all(1 <= r['expert_load'] <= 2.5 for r in steps)

@@ -1,6 +1,7 @@
 """What every registered policy must keep, and what sets two of them apart."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_jax import reference, registry
-from kdtree_jax.tree import check_invariants
+from kdtree_jax.tree import check_invariants, seed_chain
 from pallas_kernels.tree_build.reference import SCALE
 
 POLICIES = registry.names('tree_policy')
 SHAPES = ((1, 1, 1), (2, 3, 5), (3, 7, 33))
 BUDGETS = (0, 1, 7, 40)
+KINDS = ('normal', 'ties', 'flat', 'peaked', 'barred', 'infinite')
 PROFILE = settings(max_examples=25, deadline=None, derandomize=True)
 
 
@@ -36,7 +38,7 @@ def drafts(draw):
   batch, depth, vocab = draw(st.sampled_from(SHAPES))
   seed = draw(st.integers(0, 2**31 - 1))
   rng = np.random.default_rng(seed)
-  kind = draw(st.sampled_from(('normal', 'ties', 'flat', 'peaked', 'barred')))
+  kind = draw(st.sampled_from(KINDS))
   logits = rng.normal(size=(batch, depth, vocab)) * 3
   if kind == 'ties':
     logits = np.round(logits)
@@ -46,7 +48,16 @@ def drafts(draw):
     logits = logits * 1e4
   elif kind == 'barred':
     logits[rng.random(logits.shape) < 0.6] = -np.inf
+  elif kind == 'infinite':
+    hostile = (*[np.inf] * 2, -np.inf, np.nan, *[1.5] * 12)
+    logits = rng.choice(hostile, logits.shape)
   return logits
+
+
+def possible(row):
+  """Which tokens of a depth have a probability, `[V]` bool."""
+  known = np.where(np.isnan(row), -np.inf, row)
+  return known == np.inf if known.max() == np.inf else known > -np.inf
 
 
 @pytest.mark.parametrize('policy', POLICIES)
@@ -61,8 +72,9 @@ def test_invariants(policy, logits, budget):
   tokens, depths = np.asarray(tree.tokens), np.asarray(tree.depths)
   for b in range(len(logits)):
     nodes = slice(1, int(tree.num_nodes[b]))
-    chosen = logits[b, depths[b, nodes] - 1, tokens[b, nodes]]
-    assert np.isfinite(chosen).all(), 'an impossible token became a node'
+    allowed = np.array([possible(row) for row in logits[b]])
+    chosen = allowed[depths[b, nodes] - 1, tokens[b, nodes]]
+    assert chosen.all(), 'an impossible token became a node'
 
 
 @pytest.mark.parametrize('policy', POLICIES)
@@ -114,6 +126,40 @@ def test_chain_is_best_first_over_one_rank():
   chain, tree = grown('chain', logits, 7), grown('best_first', only, 7)
   for name in ('tokens', 'parents', 'depths', 'num_nodes', 'ancestors'):
     assert np.array_equal(getattr(chain, name), getattr(tree, name)), name
+
+
+def paths(tree, b):
+  """The scores of a tree's nodes, by the tokens that lead to them."""
+  found = {0: ()}
+  for i in range(1, int(tree.num_nodes[b])):
+    found[i] = (*found[int(tree.parents[b, i])], int(tree.tokens[b, i]))
+  return {path: float(tree.scores[b, i]) for i, path in found.items()}
+
+
+def test_policies_agree_on_what_is_possible():
+  """Depths of -inf, +inf and NaN, with room for every prefix and for few."""
+  inf, nan = np.inf, np.nan
+  depths = (
+    [0.5, 3.0, 2.0], [inf, 0.0, 1.0], [0.0, inf, inf], [nan, 1.0, -inf],
+    [nan, inf, 0.0], [-inf, -inf, nan], [nan] * 3, [-inf] * 3, [inf] * 3,
+  )  # fmt: skip
+  logits = np.float32([*itertools.product(depths, repeat=2)])
+  chain, few = grown('chain', logits, 2), grown('best_first', logits, 2)
+  seeded = jax.jit(seed_chain)(few, jnp.asarray(logits))
+  tree = grown('best_first', logits, 3 + 9)
+  for b, rows in enumerate(logits):
+    allowed = [possible(row).nonzero()[0].tolist() for row in rows]
+    every = paths(tree, b)
+    assert {*every} == {(), *itertools.product(*allowed[:1])} | {
+      *itertools.product(*allowed)
+    }
+    spine = paths(chain, b)
+    best = tuple(np.nan_to_num(rows, nan=-inf).argmax(axis=1).tolist())
+    deepest = max(map(len, every))
+    assert {*spine} == {best[:depth] for depth in range(1 + deepest)}
+    for path, score in spine.items():
+      assert np.isclose(score, every[path], atol=1e-5)
+    assert {*spine} <= {*paths(seeded, b)} <= {*every}
 
 
 @pytest.mark.parametrize('depth', (31,))

@@ -1,11 +1,11 @@
-"""The experts in plain jnp: a loop over experts, all rows at once."""
+"""The experts in plain jnp, one after the other on all rows."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dense
-from pallas_kernels.quantized import QuantizedArray, expand
+from pallas_kernels.quantized import QuantizedArray, dequantize
 
 
 def expert_mlp(
@@ -16,18 +16,18 @@ def expert_mlp(
   expert_weights: jax.Array,
   shared: dense.Weights | None = None,
 ) -> jax.Array:
-  """See `pallas_kernels.grouped_matmul.api.expert_mlp`."""
+  """See `pallas_kernels.expert_mlp.api.expert_mlp`."""
 
   def step(total, expert):
     chosen = expert_ids == expert
     weight = jnp.sum(jnp.where(chosen, expert_weights, 0.0), axis=1)
 
     def add(total):
-      # Sliced inside the branch: an expert nobody chose is not even read.
-      one = (expand(stack[expert], x.dtype) for stack in (gate_up, down))
+      # Sliced inside the branch: an expert that no row chose is not even read.
+      one = (dequantize(stack[expert], x.dtype) for stack in (gate_up, down))
       y = _mlp(x, *one)
-      # Selected, not multiplied by 0: a row must not see what an expert that it
-      # did not choose makes of it, which may be inf.
+      # Selected, not multiplied by 0: an expert that a row did not choose may
+      # give inf for it, and 0 times inf is NaN.
       wanted = jnp.any(chosen, axis=1)[:, None]
       return total + jnp.where(wanted, weight[:, None] * y, 0.0)
 

@@ -1,7 +1,7 @@
-"""Ancestor sets as packed bits, 32 nodes to a uint32 word.
+"""Sets of small integers as packed bits, 32 to a word.
 
-Bit `j % 32` of word `j // 32` of row i is set iff node j is node i or one of
-its ancestors. Rows of padding nodes are zero.
+Of a tree, row i is the set of node i's ancestors and itself: bit `j % 32` of
+word `j // 32` is set iff node j is one of them. Rows of padding nodes are zero.
 """
 
 import jax
@@ -62,3 +62,23 @@ def unpack_bits(bits: jax.Array, num_nodes: int) -> jax.Array:
   shift = jnp.asarray(node % WORD_BITS, jnp.uint32)
   shift = jnp.broadcast_to(shift, words.shape)
   return ((words >> shift) & jnp.uint32(1)).astype(bool)
+
+
+def count_bits(x: jax.Array) -> jax.Array:
+  """Bits set in int32 values; Mosaic has no population count."""
+  x -= _shift_right(x, 1) & 0x55555555
+  x = (x & 0x33333333) + (_shift_right(x, 2) & 0x33333333)
+  x = (x + _shift_right(x, 4)) & 0x0F0F0F0F
+  return _shift_right(x * 0x01010101, 24)
+
+
+def low_bits(count: jax.Array) -> jax.Array:
+  """An int32 with the lowest `count` (0..32) bits set."""
+  half = count >> 1  # In two shifts, as one by 32 is undefined.
+  return ~lax.shift_left(
+    lax.shift_left(jnp.full_like(count, -1), half), count - half
+  )
+
+
+def _shift_right(x: jax.Array, bits: int) -> jax.Array:
+  return lax.shift_right_logical(x, jnp.int32(bits))

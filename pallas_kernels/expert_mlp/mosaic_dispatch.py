@@ -1,15 +1,15 @@
-"""Which rows go to which experts, on a Hopper GPU: `routing.group`, one launch.
+"""Dispatch of rows to experts on a Hopper GPU, in one launch.
 
-XLA needs about a dozen small ops for it, which take up to twice as long as this
-kernel. Every block has some tokens, and finds out by itself what it must know
-of all others: their number on each expert, from which the places of its own
-rows follow.
+XLA needs about a dozen small ops for `dispatch.dispatch`, which take up to
+twice as long as this kernel. Every block has some tokens, and counts by itself
+how many tokens each expert has, among all and before its own: the positions of
+its own rows follow from that.
 
-Counting is by sets: a token's experts are bits of a few words, so that repeats
-and what is no expert need no care, and one bit is looked at for each of 64
-experts by 32 tokens at a time. Only threads that hold the same expert's counts
-are ever summed over: sums over a whole warpgroup share their shared memory with
-those of the other warpgroups.
+Counting is by sets: a token's experts are bits of a few words, so that repeated
+experts and ids of no expert need no special case, and one step looks at a bit
+for each of 64 experts by 32 tokens. Sums are taken only over threads that hold
+the same expert's counts: a sum over a whole warpgroup would use shared memory
+that the warpgroups have in common.
 """
 
 import functools
@@ -21,78 +21,94 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul import routing, tiles
+from pallas_kernels._hopper import (
+  BARRIER_BYTES,
+  LANES,
+  SHARED_BYTES,
+  WARPGROUP,
+)
+from pallas_kernels._padding import round_up
+from pallas_kernels.expert_mlp import tiles
+from pallas_kernels.expert_mlp.dispatch import (
+  ALIGN,
+  CombineIndices,
+  capacities,
+)
 
-__all__ = ('group', 'supported')
+__all__ = ('dispatch', 'why_not')
 
-_MAX_TOKENS = 1056  # Every block counts them all. (8 for each of 132 blocks.)
-_SHARED_BYTES = 232448 - 2048
-_LANES = 128  # Threads of a warpgroup, and the narrowest vector.
-_EXPERTS = 64  # Of a tile that counts: two words of 32.
-_TOKENS = 32  # Of such a tile.
-_PIECE = 64  # A row is copied as [H / 64, 64]:
-_MAX_SIDE = 256  # no side of a copy may be longer.
+_MAX_TOKENS = 1056  # 8 for each of 132 blocks; every block counts them all.
+_EXPERTS = 64  # Experts by tokens are counted in tiles of this size;
+_TOKENS = 32  # 64 experts are two words of 32 bits.
+_PIECE = 64  # A row is copied as [H / 64, 64], because
+_MAX_SIDE = 256  # no side of a copy may be longer than this.
 _LAYOUT = plgpu.Layout.WGMMA
 
 
-def supported(tokens: int, hidden: int, experts: int, cut: tiles.Plan) -> bool:
-  """Whether `group` takes these sizes."""
-  own = pl.cdiv(tokens, cut.blocks)
-  lanes = routing.round_up(experts, _EXPERTS)
-  masks = lanes // 32 * _padded(tokens, cut.groups)
-  shared = own * hidden * 2 + (masks + lanes * (cut.groups + 2)) * 4
-  return (
-    tokens <= _MAX_TOKENS
-    and own <= _MAX_SIDE
-    and hidden <= _MAX_SIDE * _PIECE
-    and shared <= _SHARED_BYTES
-  )
+def why_not(
+  tokens: int, hidden: int, experts: int, config: tiles.TileConfig
+) -> str | None:
+  """Why `dispatch` cannot take these sizes; None if it can."""
+  own = pl.cdiv(tokens, config.blocks)
+  lanes = round_up(experts, _EXPERTS)
+  masks = lanes // 32 * _padded(tokens, config.groups)
+  shared = own * hidden * 2 + (masks + lanes * (config.groups + 2)) * 4
+  if tokens > _MAX_TOKENS:
+    return f'{tokens} tokens; at most {_MAX_TOKENS}'
+  if own > _MAX_SIDE:
+    return f'{own} tokens a block; at most {_MAX_SIDE}'
+  if hidden > _MAX_SIDE * _PIECE:
+    return f'rows of {hidden}; at most {_MAX_SIDE * _PIECE}'
+  if shared > SHARED_BYTES - BARRIER_BYTES:
+    return f'{shared} bytes of shared memory a block'
+  return None
 
 
 def _step(tokens: int, groups: int) -> int:
-  """How many tokens a warpgroup makes sets of."""
-  return routing.round_up(pl.cdiv(tokens, groups), _LANES)
+  """How many tokens one warpgroup turns into sets."""
+  return round_up(pl.cdiv(tokens, groups), LANES)
 
 
 def _padded(tokens: int, groups: int) -> int:
-  return routing.round_up(tokens, _step(tokens, groups))
+  return round_up(tokens, _step(tokens, groups))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def group(
+def dispatch(
   x: jax.Array,
   ids: jax.Array,
   weights: jax.Array,
   experts: int,
-  cut: tiles.Plan,
+  config: tiles.TileConfig,
   interpret: Any = None,
   front: int = 0,
-) -> tuple[tuple[jax.Array, ...], jax.Array, routing.Places]:
-  """What `routing.group` makes of the same, but for what nobody looks at.
+) -> tuple[tuple[jax.Array, ...], jax.Array, CombineIndices]:
+  """`dispatch.dispatch` of the same arguments, except in unused entries.
 
   Args:
     x: `[T, H]` bfloat16, H a multiple of 64.
     ids: `[T, K]` int32, any values.
     weights: `[T, K]` float32.
     experts: E.
-    cut: the op's plan.
+    config: sizes of tiles and blocks.
     interpret: parameters of the interpreter, or None.
-    front: 0, or at least T: so many rows come before the others, of which the
-      first T are x, with weight 1.
+    front: 0, or at least T: number of rows before the others, for experts that
+      every token has; the first T of them are x, with weight 1.
 
   Returns:
-    See `routing.group`. Entries of the table from the number of tiles on and
-    rows (and weights) that belong to no token are not written; a repeat leaves
-    a hole in its token's places. Places and the table's rows do not count the
-    rows in front.
+    See `dispatch.dispatch`. Entries of the table from the number of tiles on,
+    and rows and weights that belong to no token, are not written. Where an
+    expert is repeated, an index of its token does not count. Neither the
+    indices nor the rows in the table count the rows in front.
   """
   (tokens, choices), hidden = ids.shape, x.shape[1]
-  own = pl.cdiv(tokens, cut.blocks)
-  lanes = routing.round_up(experts, _EXPERTS)
-  padded = _padded(tokens, cut.groups)
-  capacity, entries = routing.sizes(tokens * choices, experts, cut.width)
+  own = pl.cdiv(tokens, config.blocks)
+  lanes = round_up(experts, _EXPERTS)
+  padded = _padded(tokens, config.groups)
+  capacity, entries = capacities(tokens * choices, experts, config.width)
   capacity += front
-  # One fusion with what made the ids. Columns, as a lane takes a token.
+  # XLA fuses this with what computes the ids. Transposed, as a lane of the
+  # kernel takes a token.
   valid = (ids >= 0) & (ids < experts)
   columns = jnp.pad(
     jnp.where(valid, ids, lanes).T,
@@ -103,49 +119,48 @@ def group(
   counts = plgpu.SMEM((lanes,), jnp.int32)
   kernel = plgpu.kernel(
     functools.partial(
-      _kernel, own=own, experts=experts, width=cut.width, front=front
+      _kernel, own=own, experts=experts, width=config.width, front=front
     ),
     out_type=(
       jax.ShapeDtypeStruct((entries, 5), jnp.int32),
       jax.ShapeDtypeStruct((1,), jnp.int32),
-      jax.ShapeDtypeStruct((capacity + cut.width,), jnp.float32),
+      jax.ShapeDtypeStruct((capacity + config.width,), jnp.float32),
       jax.ShapeDtypeStruct((capacity, *pieces), x.dtype),
       jax.ShapeDtypeStruct((choices, tokens), jnp.int32),
     ),
     scratch_types=dict(
       rows=plgpu.SMEM((own, *pieces), x.dtype),
       loaded=plgpu.Barrier(),
-      together=plgpu.Barrier(num_arrivals=cut.groups),
+      together=plgpu.Barrier(num_arrivals=config.groups),
       masks=plgpu.SMEM((lanes // 32, padded), jnp.int32),
-      partial=plgpu.SMEM((cut.groups, lanes), jnp.int32),
+      partial=plgpu.SMEM((config.groups, lanes), jnp.int32),
       counts=counts,
       starts=counts,
     ),
     grid=(pl.cdiv(tokens, own),),
     grid_names=('block',),
-    num_threads=cut.groups,
+    num_threads=config.groups,
     thread_name='group',
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-    ),
+    compiler_params=WARPGROUP,
     interpret=interpret,
-    kernel_name='expert_group',
+    kernel_name='expert_dispatch',
   )
   x = x.reshape(tokens, *pieces)
-  *tables, rows, places = kernel(columns, weights, x)
-  places = [(jnp.maximum(row, 0), row >= 0) for row in places]
-  return tuple(tables), rows.reshape(capacity, hidden), places
+  *tables, rows, indices = kernel(columns, weights, x)
+  indices = [(jnp.maximum(row, 0), row >= 0) for row in indices]
+  return tuple(tables), rows.reshape(capacity, hidden), indices
 
 
 def _kernel(
-  ids, weights, x, table, number, row_weights, out, places, *, rows, loaded,
+  ids, weights, x, table, number, row_weights, out, indices, *, rows, loaded,
   together, masks, partial, counts, starts, own, experts, width, front,
 ):  # fmt: skip
-  """One block's part.
+  """Dispatches the tokens of one block.
 
-  Packed in the halves of a word are, in `partial` and `counts`, the tokens of
-  an expert and those of them before this block's; in `starts` an expert's first
-  row, in units of `ALIGN`, and its first tile.
+  Some words hold two numbers of 16 bits, the lower half first. In `partial` and
+  `counts` they are the tokens of an expert, and those of them before this
+  block's; in `starts` an expert's first row, in units of `ALIGN`, and its first
+  tile.
   """
   tokens, choices = weights.shape
   block, group = lax.axis_index('block'), lax.axis_index('group')
@@ -191,7 +206,8 @@ def _kernel(
     _each(group, own_tokens, groups, write_front)
 
   def write_row(pair, _):
-    # A loop over pairs, not unrolled over choices: code is loaded just once.
+    # One loop over pairs, not unrolled over choices: loading the code of a
+    # kernel takes time too.
     row, choice = lax.div(pair, choices), lax.rem(pair, choices)
     token = first + row
     here, slot, expert, weight = _look_up(ids, weights, token, choice)
@@ -203,8 +219,8 @@ def _kernel(
 
     rank = lax.shift_right_logical(counts[expert], jnp.int32(16))
     rank = lax.fori_loop(first, token, earlier, rank)
-    place = (starts[expert] & 0xFFFF) * routing.ALIGN + rank
-    places[slot, token] = jnp.where(here, place, -1)
+    place = (starts[expert] & 0xFFFF) * ALIGN + rank
+    indices[slot, token] = jnp.where(here, place, -1)
 
     @pl.when(here)
     def _():
@@ -222,7 +238,7 @@ def _each(first, end, step, body):
 
 
 def _write_masks(ids, masks, tokens):
-  """Some tokens' experts `[K, T]`, as sets `[E / 32, T]`."""
+  """Turns the experts `[K, T]` of some tokens into sets `[E / 32, T]`."""
   columns = [ids[k, tokens] for k in range(ids.shape[0])]
   bits = [lax.shift_left(jnp.ones_like(c), c & 31) for c in columns]
   columns = [c >> 5 for c in columns]
@@ -241,7 +257,7 @@ def _iota(shape, dimension):
 
 
 def _count(masks, partial, group, first, tokens):
-  """Fills a warpgroup's part of `partial`: every so many-th step of tokens."""
+  """Fills one warpgroup's part of `partial`, from its share of the tokens."""
   groups = partial.shape[0]
   shape = (_EXPERTS, _TOKENS)
   expert, token = _iota(shape, 0), _iota(shape, 1)
@@ -268,7 +284,7 @@ def _count(masks, partial, group, first, tokens):
 
 
 def _write_starts(partial, counts, starts, width):
-  """Fills `counts` and `starts`; returns what would be the next start."""
+  """Fills `counts` and `starts`; returns the start after the last expert."""
   shape = (_EXPERTS, _EXPERTS)
   earlier = _iota(shape, 1) < _iota(shape, 0)
 
@@ -288,7 +304,7 @@ def _write_starts(partial, counts, starts, width):
 
 
 def _write_entries(counts, starts, table, block, group, experts, width):
-  """Writes the entries of this warpgroup's experts."""
+  """Writes the table's entries for this warpgroup's share of the experts."""
   blocks, groups = lax.axis_size('block'), lax.axis_size('group')
 
   def write_entries(expert, _):
@@ -307,26 +323,27 @@ def _write_entries(counts, starts, table, block, group, experts, width):
 
 
 def _columns(ref, shape):
-  """A vector in shared memory as every row of a tile."""
+  """A tile whose rows are all one vector from shared memory."""
   layout = _LAYOUT.reduce(0)
   vector = plgpu.load(ref, layout=layout, optimized=False)
   return lax.broadcast_in_dim(vector, shape, (1,))
 
 
 def _size(count, width):
-  """What an expert of `count` rows adds to `starts`."""
-  units = (count + (routing.ALIGN - 1)) >> 4
+  """The size of an expert of `count` rows, as the entries of `starts` are."""
+  units = (count + (ALIGN - 1)) >> 4
   # A division by the width, exact for such small numbers.
   parts = ((count + (width - 1)) * -(-(1 << 20) // width)) >> 20
   return units | (parts << 16)
 
 
 def _look_up(ids, weights, token, choice):
-  """One of a token's choices, among the others.
+  """Compares one of a token's choices with the others.
 
   Returns:
-    Whether it is the first of its expert, its number in the order of experts,
-    its expert, and the weight of this and later choices of it.
+    Whether it is the first choice of its expert, its number in the order of
+    experts, its expert, and the sum of the weights of this and later choices of
+    that expert.
   """
   expert, weight = ids[choice, token], weights[token, choice]
   first, slot = jnp.int32(0) == 0, jnp.int32(0)
@@ -335,7 +352,7 @@ def _look_up(ids, weights, token, choice):
     same, earlier = that == expert, other < choice
     first &= jnp.logical_not(same & earlier)
     slot += jnp.where((that < expert) | (same & earlier), 1, 0)
-    # The same sum in the same order as `routing.merge_repeats`.
+    # The same sum in the same order as `dispatch.sum_duplicates`.
     later = same & (other > choice)
     weight += jnp.where(later, weights[token, other], 0.0)
   return first, slot, expert, weight

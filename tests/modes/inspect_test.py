@@ -7,11 +7,16 @@ import pytest
 import safetensors.numpy
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.describe import describe
 from kdtree_jax.io.kdtr import write_bundle
 from kdtree_jax.io.tensors import SafetensorsSource
+from kdtree_jax.modes.inspect import describe
 from tests.io import fixtures
 from tests.io.fixtures import DATA, make_bundle, raw_config
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+  monkeypatch.setenv('COLUMNS', '160')
 
 
 @pytest.fixture
@@ -43,6 +48,18 @@ def test_a_target(name, no_reads):
   row = f'model.layers.1.mlp.experts.{{0..{experts - 1}}}.gate_proj.weight'
   assert f'{row}  F32    {experts} x [24, 64]' in text
   assert all(len(line) <= 160 for line in text.splitlines())
+
+
+def test_a_narrow_table_folds_names(monkeypatch):
+  """At 80 columns nothing is cut: a name goes on in the next line."""
+  monkeypatch.setenv('COLUMNS', '80')
+  text = describe(DATA / 'kimi_k25_int4').split('\n\n')[1]
+  lines = text.splitlines()
+  assert lines[0].split() == ['tensor', 'dtype', 'shape', 'bytes']
+  assert all(len(line) <= 80 for line in lines)
+  names = ''.join(line.split()[0] for line in lines)
+  assert '.mlp.experts.{0..7}.up_proj.weight_packed' in names
+  assert '…' not in text
 
 
 @pytest.mark.parametrize('name', fixtures.DRAFTERS)

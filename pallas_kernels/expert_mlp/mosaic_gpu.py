@@ -4,26 +4,26 @@ Two products, `h = silu(x gate^T) * (x up^T)` and `y = w * (h down^T)`, each one
 persistent kernel over the multiprocessors: one warpgroup keeps tiles in flight
 by TMA, one or two multiply. Weights are the left operand of wgmma (two tiles of
 64 of their rows at once: gate and up, or neighbours) and rows of x its columns,
-so that a tile costs the same for one row as for sixteen, and every touched
-weight is read once.
+so that a tile costs the same for one row as for sixteen, and the weights of
+every active expert are read once.
 
-Two ways to give a tile its columns:
+The columns of a tile are chosen in one of two ways:
 
-* *dense*, for a few tokens: the columns are all the tokens, whoever chose the
-  expert. Columns do not see each other, so what nobody asked for is not looked
-  at again, and nothing has to be gathered.
+* *dense*, for a few tokens: the columns are all the tokens, also those that did
+  not choose the expert. Columns do not affect each other, so results that are
+  not needed are just ignored, and no row has to be gathered.
 * *grouped*: the (token, expert) pairs are sorted by expert, each expert's rows
-  start at a multiple of 16, and a tile takes the next `width` of them. A
-  kernel of its own sorts them, see `grouping`; thousands of tokens XLA's ops.
+  start at a multiple of 16, and a tile takes the next `width` of them. Another
+  kernel sorts them, see `mosaic_dispatch`; for thousands of tokens XLA does.
 
-A shared SwiGLU of S times an expert's width is S experts that every row goes
-to, with weight 1: the grouped form takes them as S more, whose columns are all
-rows, where that is faster than XLA's products beside the kernels.
+A shared SwiGLU of S times an expert's width is S experts that every row has,
+with weight 1: the grouped form computes them as S more experts, whose columns
+are all rows, where that is faster than XLA's products beside the kernels.
 
 An output element is the sum over a whole row of weights, 16 at a time from the
 first to the last, in a float32 accumulator, whatever the number of columns: its
-bits do not depend on who else is in the tile. The weighted results of a token's
-experts are then added by XLA, the shared ones first, then in order of expert.
+bits do not depend on the other rows in the tile. XLA then adds the weighted
+results of a token's experts, the shared ones first, then in order of expert.
 """
 
 import dataclasses
@@ -38,30 +38,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dense
-from pallas_kernels.grouped_matmul import (
-  grouping,
-  products,
+from pallas_kernels._hopper import BARRIER_BYTES, SHARED_BYTES
+from pallas_kernels.expert_mlp import (
+  dispatch,
+  mosaic_dispatch,
+  projections,
   reference,
-  routing,
   tiles,
 )
 from pallas_kernels.quantized import QuantizedArray
 
-__all__ = ('expert_mlp', 'run', 'supported')
+__all__ = ('expert_mlp', 'run', 'why_not')
 
 _TILE = tiles.TILE
-_SHARED_BYTES = 232448 - 2048  # Of one block; the rest is for barriers.
 _MAX_EXPERTS = 384
 _MAX_CHOICES = 8
 
 
-def supported(
+def why_not(
   x: jax.Array,
   gate_up: jax.Array | QuantizedArray,
   down: jax.Array | QuantizedArray,
   expert_ids: jax.Array,
+  *others: jax.Array | dense.Weights | None,
 ) -> str | None:
-  """Why these shapes and dtypes cannot run here, or None if they can."""
+  """Why the kernels cannot take these arguments; None if they can."""
+  del others
   if isinstance(gate_up, QuantizedArray) or isinstance(down, QuantizedArray):
     return 'quantised weights'
   experts, hidden, inner = down.shape
@@ -88,7 +90,7 @@ def expert_mlp(
   expert_weights: jax.Array,
   shared: dense.Weights | None = None,
 ) -> jax.Array:
-  """See `pallas_kernels.grouped_matmul.api.expert_mlp`; bfloat16 only."""
+  """See `pallas_kernels.expert_mlp.api.expert_mlp`; bfloat16 only."""
   return run(x, gate_up, down, expert_ids, expert_weights, shared)
 
 
@@ -97,7 +99,7 @@ def _forward(*inputs):
 
 
 def _backward(inputs, cotangent):
-  """The reference's derivative: training is not what the kernel is for."""
+  """The reference's derivative; the kernel is for decoding, not training."""
   x, gate_up, down, ids, weights, shared = inputs
 
   def primal(x, gate_up, down, weights, shared):
@@ -118,37 +120,41 @@ def run(
   expert_ids: jax.Array,
   expert_weights: jax.Array,
   shared: dense.Weights | None = None,
-  cut: tiles.Plan | None = None,
+  config: tiles.TileConfig | None = None,
   interpret: Any = None,
 ) -> jax.Array:
-  """`expert_mlp` with a given cut, or in the interpreter.
+  """`expert_mlp` with a given configuration, or in the interpreter.
 
   Raises:
     ValueError: shapes or dtypes that are not supported.
   """
-  if reason := supported(x, gate_up, down, expert_ids):
+  if reason := why_not(x, gate_up, down, expert_ids):
     raise ValueError(reason)
-  cut = cut or tiles.plan(*expert_ids.shape, down.shape[0])
+  config = config or tiles.tile_config(*expert_ids.shape, down.shape[0])
   inputs = x, gate_up, down, expert_ids, expert_weights
-  if shared is None or _takes(shared, cut, x.shape[0], *down.shape):
-    return _run(cut, interpret, *inputs, shared)
-  return _run(cut, interpret, *inputs, None) + dense.swiglu(x, *shared)
+  if shared is None or not _why_not_shared(
+    shared, config, x.shape[0], *down.shape
+  ):
+    return _run(config, interpret, *inputs, shared)
+  return _run(config, interpret, *inputs, None) + dense.swiglu(x, *shared)
 
 
-def _takes(shared, cut, tokens, experts, hidden, inner):
-  """Whether the kernels do the shared experts too; if not, XLA does."""
+def _why_not_shared(shared, config, tokens, experts, hidden, inner):
+  """Why the kernels leave shared experts to XLA; None if they do not."""
   if any(isinstance(w, QuantizedArray) for w in shared):
-    return False
+    return 'quantised shared experts'
   width = shared[0].shape[0]
+  if width < inner or width % inner:
+    return f'shared experts of width {width}, not a multiple of {inner}'
+  if config.dense or not config.takes_shared:
+    return f'{tokens} tokens are too few'
   # For thousands of rows XLA is fast, and L2 traffic, not memory, the limit.
-  few = grouping.supported(tokens, hidden, experts, cut)
-  whole = width >= inner and width % inner == 0
-  return cut.takes_shared and not cut.dense and few and whole
+  return mosaic_dispatch.why_not(tokens, hidden, experts, config)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(
-  cut: tiles.Plan,
+  config: tiles.TileConfig,
   interpret: Any,
   x: jax.Array,
   gate_up: jax.Array,
@@ -157,72 +163,84 @@ def _run(
   expert_weights: jax.Array,
   shared: dense.Weights | None,
 ) -> jax.Array:
-  """See `run`; a function of its own, so that layers are lowered once."""
+  """See `run`; jitted by itself, so that equal layers are lowered once."""
   experts, hidden, inner = down.shape
   number = shared[0].shape[0] // inner if shared else 0
   shape = tiles.Shape(experts, hidden, inner, *expert_ids.shape, number)
-  arrange = _arrange_dense if cut.dense else _arrange_grouped
-  tables, columns, places, rows = arrange(
-    shape, cut, interpret, x, expert_ids, expert_weights
+  dispatch_rows = _dispatch_dense if config.dense else _dispatch_grouped
+  tables, columns, indices, rows = dispatch_rows(
+    shape, config, interpret, x, expert_ids, expert_weights
   )
-  # Free views: 64 rows of weights are within one of the first axis.
+  # Views that cost nothing, in which tiles of 64 rows do not cross the first
+  # axis.
   across = hidden // _TILE
   up_weights = [gate_up.reshape(experts * 2, inner, hidden)]
   down_weights = [down.reshape(experts * across, _TILE, inner)]
   if shared:
     up_weights += shared[:2]
     down_weights += [shared[2].reshape(across, _TILE, -1)]
-  call = functools.partial(_call, shape, cut, interpret, tables)
+  call = functools.partial(_call, shape, config, interpret, tables)
   activation = call(
-    products.up, (1, rows, inner), jnp.bfloat16, columns, *up_weights
+    projections.up, (1, rows, inner), jnp.bfloat16, columns, *up_weights
   )
   partial_results = call(
-    products.down, (2, rows, hidden), jnp.int16, activation[0], *down_weights
+    projections.down, (2, rows, hidden), jnp.int16, activation[0], *down_weights
   )
-  return routing.combine(partial_results, places).astype(jnp.bfloat16)
+  return dispatch.combine(partial_results, indices).astype(jnp.bfloat16)
 
 
-def _arrange_dense(shape, cut, interpret, x, ids, weights):
-  """The kernels' tables and right operand, the places and number of results."""
+def _dispatch_dense(shape, config, interpret, x, ids, weights):
+  """Prepares the dense form.
+
+  Returns:
+    The kernels' tables; their right operand; the indices of the results that
+    are to be combined; the number of results.
+  """
   del interpret
   tables = (ids, weights)
-  ids, _ = routing.merge_repeats(ids, weights, shape.experts)
+  ids, _ = dispatch.sum_duplicates(ids, weights, shape.experts)
   mask = None
-  # A single token's kernels find its experts themselves: a launch before them
-  # would cost a twentieth of their time.
+  # For a single token the kernels find its experts themselves: a launch before
+  # them would cost a twentieth of their time.
   if shape.tokens > 1:
-    mask = routing.touched(ids, shape.experts)
+    mask = dispatch.active_experts(ids, shape.experts)
     tables = (*tables, mask)
-  places = routing.dense_places(ids, mask, shape.experts, cut.width)
-  if 8 < shape.tokens < cut.width:  # More than one tile of 8 must be whole.
-    x = jnp.pad(x, ((0, cut.width - shape.tokens), (0, 0)))
-  return tables, x, places, min(shape.experts, ids.size) * cut.width
+  indices = dispatch.dense_combine_indices(
+    ids, mask, shape.experts, config.width
+  )
+  if 8 < shape.tokens < config.width:  # More than 8 rows must be whole tiles.
+    x = jnp.pad(x, ((0, config.width - shape.tokens), (0, 0)))
+  return tables, x, indices, min(shape.experts, ids.size) * config.width
 
 
-def _arrange_grouped(shape, cut, interpret, x, ids, weights):
-  """See `_arrange_dense`."""
+def _dispatch_grouped(shape, config, interpret, x, ids, weights):
+  """Prepares the grouped form; see `_dispatch_dense`."""
   routed = x, ids, weights, shape.experts
-  if grouping.supported(shape.tokens, shape.hidden, shape.experts, cut):
-    tables, x, places = grouping.group(*routed, cut, interpret, shape.front)
+  if mosaic_dispatch.why_not(shape.tokens, shape.hidden, shape.experts, config):
+    tables, x, indices = dispatch.dispatch(*routed, config.width)
   else:
-    tables, x, places = routing.group(*routed, cut.width)
+    tables, x, indices = mosaic_dispatch.dispatch(
+      *routed, config, interpret, shape.front
+    )
   first = shape.shared * shape.front
-  places = [(row + first, here) for row, here in places]
-  shared = routing.shared_places(shape.shared, shape.front, shape.tokens)
-  return tables, x, shared + places, first + x.shape[0] - shape.front
+  indices = [(row + first, here) for row, here in indices]
+  shared = dispatch.shared_combine_indices(
+    shape.shared, shape.front, shape.tokens
+  )
+  return tables, x, shared + indices, first + x.shape[0] - shape.front
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-  """The tiles in flight.
+  """The tiles in flight, in a ring of stages.
 
-  The copies into a stage complete its `full`, the consumers its `free`; steps
-  number the uses of stages through all items of a block.
+  The copies into a stage complete its barrier `full`, the consumers its `free`.
+  Steps number the uses of stages through all items of a block.
   """
 
-  cut: tiles.Plan
+  config: tiles.TileConfig
   items: tiles.Dense | tiles.Grouped
-  product: products.Product
+  projection: projections.Projection
   weights: Any  # [stages, 2, 64, 64]
   rows: Any  # [stages, width, 64]
   full: Any
@@ -236,10 +254,10 @@ class _Ring:
     return lax.rem(step, jnp.int32(self._stages))
 
   def _each(self, body):
-    """`body(first step, item)` on every item of this block."""
-    cluster, steps = self.cut.cluster, self.product.steps
-    block, blocks = lax.axis_index('block'), self.cut.blocks // cluster
-    groups = jnp.int32(pl.cdiv(self.product.tiles, cluster))
+    """Calls `body(first step, item)` for every item of this block."""
+    cluster, steps = self.config.cluster, self.projection.steps
+    block, blocks = lax.axis_index('block'), self.config.blocks // cluster
+    groups = jnp.int32(pl.cdiv(self.projection.tiles, cluster))
     work = self.items.number * groups
     number = lax.div(work - block + blocks - 1, jnp.int32(blocks))
 
@@ -253,23 +271,23 @@ class _Ring:
     lax.fori_loop(0, number, one, None)
 
   def load(self):
-    """The loading warpgroup's part."""
-    product = self.product
+    """Runs the loading warpgroup."""
+    projection = self.projection
 
     def item_body(start, item):
-      # A cluster's last block may be one too many: it loads, for the other's
-      # sake, but stores nothing.
-      inside = jnp.minimum(item.tile, product.tiles - 1)
+      # A cluster's last block may have no tile left: it loads, because the
+      # other one needs its half of the columns, but stores nothing.
+      inside = jnp.minimum(item.tile, projection.tiles - 1)
       item = dataclasses.replace(item, tile=inside)
       load = functools.partial(self._load_item, start, item)
       if self.items.shared:
-        pl.when(item.expert < 0)(lambda: load(product.shared))
-        pl.when(item.expert >= 0)(lambda: load(product.routed))
+        pl.when(item.expert < 0)(lambda: load(projection.shared))
+        pl.when(item.expert >= 0)(lambda: load(projection.routed))
       else:
-        load(product.routed)
+        load(projection.routed)
 
     self._each(item_body)
-    # Nothing may be on its way to or from this block when it ends.
+    # No copy to or from this block may be under way when it ends.
     lax.fori_loop(
       0,
       self._stages,
@@ -278,8 +296,8 @@ class _Ring:
     )
 
   def _load_item(self, start, item, weights):
-    """Loads an item's tiles, its weights by `weights`, see `Product`."""
-    row = self.product.row(item)
+    """Loads an item's tiles; `weights` gives its weights, see `Projection`."""
+    row = self.projection.row(item)
 
     def one(k, _):
       stage, along = self._stage(start + k), pl.ds(k * _TILE, _TILE)
@@ -290,17 +308,17 @@ class _Ring:
           weights(item, half, k), self.weights.at[stage, half], full
         )
       plgpu.copy_gmem_to_smem(
-        self.product.rows.at[pl.ds(row, self.cut.width), along],
+        self.projection.rows.at[pl.ds(row, self.config.width), along],
         self.rows.at[stage],
         full,
-        collective_axes='member' if self.cut.cluster > 1 else None,
+        collective_axes='member' if self.config.cluster > 1 else None,
       )
 
-    lax.fori_loop(0, self.product.steps, one, None)
+    lax.fori_loop(0, self.projection.steps, one, None)
 
   def consume(self, me):
-    """Multiplying warpgroup `me`'s part."""
-    product, columns = self.product, self.cut.columns
+    """Runs the multiplying warpgroup `me`."""
+    projection, columns = self.projection, self.config.columns
     offset = me * columns
 
     def multiply(start, item):
@@ -312,19 +330,19 @@ class _Ring:
           for half, acc in enumerate(accs):
             left = self.weights.at[stage, half]
             plgpu.wgmma(acc, left, right.transpose((1, 0)))
-          plgpu.wgmma_wait(2)  # These two run on; those before are done.
+          plgpu.wgmma_wait(2)  # All but these two are done.
           pl.when(k > 0)(lambda: self._release(start + k - 1))
 
-        lax.fori_loop(0, product.steps, one, None)
+        lax.fori_loop(0, projection.steps, one, None)
         return [acc[...] for acc in accs]
 
       acc = plgpu.ACC((_TILE, columns), jnp.float32)
       sums = pl.run_scoped(scope, acc, acc)
-      self._release(start + product.steps - 1)
+      self._release(start + projection.steps - 1)
 
-      @pl.when(item.tile < product.tiles)
+      @pl.when(item.tile < projection.tiles)
       def _():
-        product.finish(item, me, offset, *sums)
+        projection.finish(item, me, offset, *sums)
 
     def skip(start, item):
       del item
@@ -333,10 +351,10 @@ class _Ring:
         plgpu.barrier_wait(self.full.at[self._stage(start + k)])
         self._release(start + k)
 
-      lax.fori_loop(0, product.steps, one, None)
+      lax.fori_loop(0, projection.steps, one, None)
 
     def item_body(start, item):
-      if self.cut.consumers == 1:
+      if self.config.consumers == 1:
         multiply(start, item)
       else:
         asked = item.left > offset
@@ -351,48 +369,54 @@ class _Ring:
     plgpu.barrier_arrive(self.free.at[self._stage(step)])
 
 
-def _kernel_body(make_product, shape, cut, tables, ops, out, *, buffer, **ring):
-  """Gives every warpgroup its part."""
+def _kernel_body(
+  make_projection, shape, config, tables, ops, out, *, buffer, **ring
+):
+  """Runs one warpgroup, which loads or multiplies."""
   rows, *weights = ops
-  items = (tiles.Dense if cut.dense else tiles.Grouped)(tables, shape, cut)
-  product = make_product(cut, shape, items, rows, weights, out, buffer)
-  ring = _Ring(cut, items, product, **ring)
+  items = (tiles.Dense if config.dense else tiles.Grouped)(
+    tables, shape, config
+  )
+  projection = make_projection(config, shape, items, rows, weights, out, buffer)
+  ring = _Ring(config, items, projection, **ring)
   me = lax.axis_index('warpgroup')
 
-  @pl.when(me < cut.consumers)
+  @pl.when(me < config.consumers)
   def _():
-    if cut.consumers > 1:
+    if config.consumers > 1:
       plgpu.set_max_registers(232, action='increase')
     ring.consume(me)
 
-  @pl.when(me == cut.consumers)
+  @pl.when(me == config.consumers)
   def _():
-    if cut.consumers > 1:
+    if config.consumers > 1:
       plgpu.set_max_registers(40, action='decrease')
     ring.load()
 
 
-def _call(shape, cut, interpret, tables, make_product, out_shape, dtype, *ops):
+def _call(
+  shape, config, interpret, tables, make_projection, out_shape, dtype, *ops
+):
   """Launches one product.
 
   Args:
-    shape: the op's.
-    cut: its plan.
+    shape: sizes of the op.
+    config: sizes of its tiles.
     interpret: parameters of the interpreter, or None.
-    tables: the routing, for `tiles.Dense` or `tiles.Grouped`.
-    make_product: `products.up` or `products.down`.
+    tables: the dispatch, for `tiles.Dense` or `tiles.Grouped`.
+    make_projection: `projections.up` or `projections.down`.
     out_shape: `[planes, rows, columns]`.
-    dtype: of the output, of 16 bits.
+    dtype: dtype of the output, of 16 bits.
     *ops: the right operand `[rows, sum]` and the weights, as the product takes
       them.
   """
-  planes = min(out_shape[0], cut.planes)
-  buffer = plgpu.SMEM((cut.consumers, planes, cut.columns, _TILE), dtype)
-  stage = (2 * _TILE + cut.width) * _TILE * 2
-  room = _SHARED_BYTES - math.prod(buffer.shape) * 2
-  stages = min(cut.stages, room // stage)
-  free = {'num_arrivals': cut.consumers, 'num_barriers': stages}
-  if cut.cluster > 1:
+  planes = min(out_shape[0], config.planes)
+  buffer = plgpu.SMEM((config.consumers, planes, config.columns, _TILE), dtype)
+  stage = (2 * _TILE + config.width) * _TILE * 2
+  room = SHARED_BYTES - BARRIER_BYTES - math.prod(buffer.shape) * 2
+  stages = min(config.stages, room // stage)
+  free = {'num_arrivals': config.consumers, 'num_barriers': stages}
+  if config.cluster > 1:
     free = plgpu.ClusterBarrier(collective_axes=('member',), **free)
   else:
     free = plgpu.Barrier(**free)
@@ -400,28 +424,28 @@ def _call(shape, cut, interpret, tables, make_product, out_shape, dtype, *ops):
   def kernel_body(*refs, **scratch):
     *inputs, out = refs
     inputs = inputs[: len(tables)], inputs[len(tables) :]
-    _kernel_body(make_product, shape, cut, *inputs, out, **scratch)
+    _kernel_body(make_projection, shape, config, *inputs, out, **scratch)
 
   kernel = plgpu.kernel(
     kernel_body,
     out_type=jax.ShapeDtypeStruct(out_shape, dtype),
     scratch_types=dict(
       weights=plgpu.SMEM((stages, 2, _TILE, _TILE), jnp.bfloat16),
-      rows=plgpu.SMEM((stages, cut.width, _TILE), jnp.bfloat16),
+      rows=plgpu.SMEM((stages, config.width, _TILE), jnp.bfloat16),
       full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
       free=free,
       buffer=buffer,
     ),
-    grid=(cut.blocks // cut.cluster,),
+    grid=(config.blocks // config.cluster,),
     grid_names=('block',),
-    cluster=(cut.cluster,) if cut.cluster > 1 else (),
-    cluster_names=('member',) if cut.cluster > 1 else (),
-    num_threads=cut.consumers + 1,
+    cluster=(config.cluster,) if config.cluster > 1 else (),
+    cluster_names=('member',) if config.cluster > 1 else (),
+    num_threads=config.consumers + 1,
     thread_name='warpgroup',
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
     ),
     interpret=interpret,
-    kernel_name=f'expert_{make_product.__name__.lower()}',
+    kernel_name=f'expert_{make_projection.__name__.lower()}',
   )
   return kernel(*tables, *ops)

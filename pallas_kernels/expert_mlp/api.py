@@ -3,10 +3,16 @@
 import jax
 
 from pallas_kernels import _checks, _dispatch, dense
-from pallas_kernels.grouped_matmul import mosaic_gpu, reference, training
+from pallas_kernels.expert_mlp import mosaic_gpu, reference, training
 from pallas_kernels.quantized import QuantizedArray
 
 __all__ = ('expert_mlp',)
+
+_IMPLEMENTATIONS = {
+  'mosaic_gpu': _dispatch.for_hopper(mosaic_gpu.expert_mlp, mosaic_gpu.why_not),
+  'reference': _dispatch.Implementation(reference.expert_mlp),
+  'training': _dispatch.Implementation(training.expert_mlp, training.why_not),
+}
 
 
 def expert_mlp(
@@ -30,9 +36,10 @@ def expert_mlp(
 
   With `shared`, y_t gains the SwiGLU of these weights, whatever the row's ids:
   `dense.swiglu`, in x's dtype, added to y in x's dtype. From 128 to about a
-  thousand rows "mosaic_gpu" takes it as W / I more experts, if that is whole
-  and nothing is quantised: their float32 results come first in the sum. So the
-  bits of a row with shared experts depend on which of the two forms it is in.
+  thousand rows "mosaic_gpu" computes it as W / I more experts, if that number
+  is whole and nothing is quantised: their float32 results come first in the
+  sum. So the last bits of a row with shared experts depend on the number of
+  rows.
 
   Args:
     x: `[T, H]` float32 or bfloat16.
@@ -71,20 +78,17 @@ def expert_mlp(
   )
   if shared is not None:
     shared = _check_shared(shared, hidden, dtype)
-  inputs = x, gate_up, down, expert_ids, expert_weights, shared
-  if implementation == 'training':
-    quantised = [isinstance(w, QuantizedArray) for w in (gate_up, down)]
-    if any(quantised):
-      raise ValueError('implementation: "training" takes no quantised weights')
-    return training.expert_mlp(*inputs)
-  run = _dispatch.with_mosaic(
+  return _dispatch.call(
     'expert_mlp',
-    mosaic_gpu.expert_mlp,
-    reference.expert_mlp,
+    _IMPLEMENTATIONS,
     implementation,
-    mosaic_gpu.supported(x, gate_up, down, expert_ids),
+    x,
+    gate_up,
+    down,
+    expert_ids,
+    expert_weights,
+    shared,
   )
-  return run(*inputs)
 
 
 def _check_shared(shared, hidden, dtypes):
@@ -102,7 +106,7 @@ def _check_shared(shared, hidden, dtypes):
 
 
 def _check_weight(name, value, shape, dtypes):
-  """`_checks.check_array` for what may also be quantised."""
+  """`_checks.check_array` for a weight that may be quantised."""
   if not isinstance(value, QuantizedArray):
     return _checks.check_array(name, value, shape, dtypes)
   value.check(name)

@@ -1,8 +1,8 @@
-"""The experts in two products: all of them on all rows.
+"""The experts in two products, which apply all of them to all rows.
 
-For few small experts that is less than sorting rows costs, and the gradient is
-two products too. The mixing weights go in before the second one, which then
-sums over experts as well.
+For few small experts this costs less than sorting rows by expert, and the
+gradient is two products too. The mixing weights are applied before the second
+product, which then sums over experts as well.
 """
 
 import jax
@@ -10,6 +10,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dense
+from pallas_kernels.quantized import QuantizedArray
+
+
+def why_not(
+  x: jax.Array,
+  gate_up: jax.Array | QuantizedArray,
+  down: jax.Array | QuantizedArray,
+  *others: jax.Array | dense.Weights | None,
+) -> str | None:
+  """Why it cannot take these arguments; None if it can."""
+  del x, others
+  if isinstance(gate_up, QuantizedArray) or isinstance(down, QuantizedArray):
+    return 'it takes no quantised weights'
+  return None
 
 
 def expert_mlp(
@@ -26,7 +40,7 @@ def expert_mlp(
   mixed = jnp.sum(jnp.where(chosen, expert_weights[:, :, None], 0.0), axis=1)
   gate, up = jnp.split(_einsum('th,eih->tei', x, gate_up), 2, axis=2)
   inner = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-  # Selected, not multiplied by 0: an expert that nobody chose may be inf.
+  # Selected, not multiplied by 0: an expert that no row chose may give inf.
   wanted = jnp.any(chosen, axis=1)[:, :, None]
   inner = jnp.where(wanted, inner * mixed[:, :, None], 0.0).astype(x.dtype)
   y = _einsum('tei,ehi->th', inner, down)
@@ -34,7 +48,7 @@ def expert_mlp(
 
 
 def _einsum(spec, x, w):
-  """In x's dtype, so that the gradient's products are of that dtype too."""
+  """A product in x's dtype, which the gradient's products then have too."""
   return jnp.einsum(
     spec,
     x,

@@ -1,4 +1,8 @@
-"""Merges the splits of an attention, in Pallas Mosaic GPU."""
+"""Combines the splits of an attention, in Pallas Mosaic GPU.
+
+Blocks that share the keys of a row each leave an output normalised by itself,
+and the logarithm of the sum that normalised it.
+"""
 
 import functools
 from collections.abc import Callable
@@ -10,20 +14,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.verify_attention import block
+from pallas_kernels import _hopper
 
 WARPGROUPS = 4
-# Up to so many splits a warpgroup has rows of its own; of more than that, all
+# Up to so many splits a warpgroup has rows of its own; if there are more, all
 # warpgroups share the splits of a row.
 FEW_SPLITS = 8
-# Rows of a warpgroup at once: as long as it waits it loads no others.
+# Rows that a warpgroup loads at once, before it waits for the first.
 ROWS_AT_ONCE = 4
-# Likewise splits of a row that warpgroups share.
+# The same for the splits of a row that warpgroups share.
 SPLITS_AT_ONCE = 8
-MULTIPROCESSORS = 132
+COMPILER_PARAMS = plgpu.CompilerParams(
+  approx_math=True,
+  # The barriers that are needed are written out.
+  unsafe_no_auto_barriers=True,
+  lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+)
 
 
-def merge(
+def combine(
   part: jax.Array,
   lse: jax.Array,
   num_rows: int,
@@ -31,22 +40,22 @@ def merge(
   *,
   used: jax.Array | None = None,
   source: Callable[[jax.Array], jax.Array] = lambda row: row,
-  kernel_name: str = 'verify_attention_merge',
+  kernel_name: str,
 ) -> jax.Array:
-  """Merges normalised outputs over K splits.
+  """Combines normalised outputs over K splits.
 
-  With a split's logarithm of the sum e_k (base 2) and its output o_k:
-  out = sum_k 2^e_k o_k / sum_k 2^e_k, all relative to the largest e_k.
+  out = sum_k 2^e_k o_k / sum_k 2^e_k, where o_k is the output of split k and
+  e_k the logarithm of its sum, base 2; all relative to the largest e_k.
 
   Args:
-    part: `[K, B, X, R]`, what each split has of a row.
+    part: `[K, B, X, R]`, the outputs of the splits.
     lse: `[K, B, X]` float32, the logarithms of their sums, base 2.
-    num_rows: of the result.
-    interpret: as everywhere.
+    num_rows: number of rows of the result.
+    interpret: `plgpu.InterpretGPUParams` to run on a CPU, or None.
     used: `[B]` int32, the splits of a sequence that count, at least 1; the
       others may hold anything. None: all do.
-    source: which of the X rows of the splits a row of the result is.
-    kernel_name: for profiles.
+    source: maps a row of the result to one of the X rows of the splits.
+    kernel_name: name of the kernel in profiles.
 
   Returns:
     `[B, num_rows, R]` in the dtype of `part`.
@@ -55,16 +64,17 @@ def merge(
   own = num_splits <= FEW_SPLITS
   rows = columns = 1
   if own:
-    busy = MULTIPROCESSORS * WARPGROUPS
+    busy = _hopper.MULTIPROCESSORS * WARPGROUPS
     at_once = max(1, min(ROWS_AT_ONCE, batch * num_rows // busy))
     rows = WARPGROUPS * at_once
   else:
-    # The parts of a row that all multiprocessors share, if rows are few.
+    # Columns of a row are split over blocks while some have nothing to do.
     whole = dim // 128
+    most = _hopper.MULTIPROCESSORS
     columns = max(
       c
       for c in range(1, whole + 1)
-      if whole % c == 0 and (c == 1 or batch * num_rows * c <= MULTIPROCESSORS)
+      if whole % c == 0 and (c == 1 or batch * num_rows * c <= most)
     )
   operands = [part, lse] + ([] if used is None else [used])
 
@@ -72,9 +82,9 @@ def merge(
     *given, out = refs
     count = given[0][lax.axis_index('batch')] if given else num_splits
     if own:
-      _merge_rows(source, at_once, count, part, lse, out)
+      _combine_rows(source, at_once, count, part, lse, out)
     else:
-      _merge_row(source, dim // columns, count, part, lse, out, **scratch)
+      _combine_row(source, dim // columns, count, part, lse, out, **scratch)
 
   scratch = dict(
     sums=plgpu.SMEM((WARPGROUPS, dim // columns), jnp.float32),
@@ -90,7 +100,7 @@ def merge(
     num_threads=WARPGROUPS,
     thread_name='warpgroup',
     interpret=interpret,
-    compiler_params=block.COMPILER_PARAMS,
+    compiler_params=COMPILER_PARAMS,
     kernel_name=kernel_name,
   )(*operands)
 
@@ -99,8 +109,8 @@ def _layout(dim: int) -> plgpu.Layout:
   return plgpu.Layout.WG_STRIDED((dim,), vec_size=dim // 128)
 
 
-def _merge_rows(source, at_once: int, count, part, lse, out) -> None:
-  """Merges all splits of each of a warpgroup's rows."""
+def _combine_rows(source, at_once: int, count, part, lse, out) -> None:
+  """Combines all splits of each of a warpgroup's rows."""
   num_splits, _, _, dim = part.shape
   num_rows = out.shape[1]
   batch = lax.axis_index('batch')
@@ -132,12 +142,12 @@ def _merge_rows(source, at_once: int, count, part, lse, out) -> None:
 
 
 def _normalised(acc, total, dtype):
-  """A row that sees nothing has a total of 0."""
+  """The row `acc / total`; zeros if it sees nothing and its total is 0."""
   return (acc / jnp.where(total == 0, 1.0, total)).astype(dtype)
 
 
-def _merge_row(source, dim, count, part, lse, out, *, sums, stats, filled):
-  """Merges `dim` columns of a row, a share of its splits in each warpgroup."""
+def _combine_row(source, dim, count, part, lse, out, *, sums, stats, filled):
+  """Combines `dim` columns of a row whose splits the warpgroups share."""
   num_splits = part.shape[0]
   batch, row = lax.axis_index('batch'), lax.axis_index('row')
   columns = pl.ds(pl.multiple_of(lax.axis_index('columns') * dim, dim), dim)

@@ -1,6 +1,6 @@
-"""The work of the Mosaic kernels in tiles, and which block's turn it is.
+"""The work of the Mosaic kernels, cut into numbered tiles.
 
-`Dense` and `Grouped` are the two ways to give a tile its columns, see
+`Dense` and `Grouped` are the two ways to choose the columns of a tile, see
 `mosaic_gpu`. Both number an op's tiles without holes, so that the blocks can
 share them evenly: `number` experts (or tiles of rows) times the tiles of their
 weights. They run inside the kernels, on scalars.
@@ -15,30 +15,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul import routing
+from pallas_kernels import _bits
+from pallas_kernels._padding import round_up
+from pallas_kernels.expert_mlp.dispatch import ALIGN
 
 TILE = 64  # Rows of weights, and steps along the sum, of a swizzled tile.
 _DENSE_TOKENS = 16
-# From so many on a shared SwiGLU is cut into experts: 65 rows lost by it and
-# 257 gained, in a whole step; in between nothing was measured.
+# The least number of tokens at which the kernels compute a shared SwiGLU. In a
+# whole step that was slower at 65 rows and faster at 257; in between nothing
+# was measured.
 SHARED_TOKENS = 128
 _MAX_COLUMNS = 128  # Two float32 accumulators of it fill 128 registers.
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """How an op of one static shape is cut.
+class TileConfig:
+  """How the work of an op of one static shape is cut into tiles.
 
   Attributes:
-    dense: whether the columns are all the tokens.
-    columns: how many columns one multiplying warpgroup takes.
-    consumers: how many multiplying warpgroups a block has, 1 or 2.
-    blocks: blocks of the grid, one a multiprocessor.
-    stages: tiles of weights in flight, at most.
-    cluster: blocks that take neighbouring tiles of weights at the same time and
-      load the columns, which they share, once, by multicast.
-    takes_shared: whether a shared SwiGLU is cut into experts as well.
-    groups: warpgroups of a block that groups rows by expert, see `grouping`.
+    dense: whether the columns of every tile are all the tokens.
+    columns: number of columns that one multiplying warpgroup has.
+    consumers: number of multiplying warpgroups of a block, 1 or 2.
+    blocks: number of blocks of the grid, one a multiprocessor.
+    stages: largest number of tiles of weights in flight.
+    cluster: number of blocks that take neighbouring tiles of weights at the
+      same time and load the columns, which they share, once, by multicast.
+    takes_shared: whether the kernels compute a shared SwiGLU, as more experts.
+    groups: number of warpgroups of a block of `mosaic_dispatch`.
   """
 
   dense: bool
@@ -52,40 +55,41 @@ class Plan:
 
   @property
   def width(self) -> int:
-    """Columns of a tile."""
+    """Number of columns of a tile."""
     return self.columns * self.consumers
 
   @property
   def planes(self) -> int:
-    """Halves of float32 results that are stored at once.
+    """How many of the two halves of float32 results are stored at once.
 
-    One of two takes half the shared memory: with wide tiles, a fourth stage.
+    One at a time takes half the shared memory, which leaves wide tiles a fourth
+    stage.
     """
     return 2 if self.consumers == 1 else 1
 
 
-def plan(tokens: int, choices: int, experts: int) -> Plan:
-  """The default cut for this many tokens.
+def tile_config(tokens: int, choices: int, experts: int) -> TileConfig:
+  """The default sizes for this many tokens.
 
-  A shared SwiGLU of few rows costs nothing beside the routed experts, as XLA
-  launches it while the rows are routed; from some hundred on its own products
-  take longer than its share of the kernels.
+  A shared SwiGLU of few rows costs no time, as XLA runs it while the rows are
+  routed; from some hundred rows on its own products take longer than its share
+  of the kernels.
 
-  A tile should hold an expert's rows at once (the weights would otherwise come
-  a second time, though from the L2) without many empty columns: the mean of a
-  uniform routing and two standard deviations.
+  A tile should hold all rows of an expert (or the weights are loaded twice,
+  though the second time from the L2) with few empty columns. So it has the mean
+  number under uniform routing, plus two standard deviations.
   """
   blocks = _multiprocessors()
   if tokens <= _DENSE_TOKENS:
-    return Plan(True, _DENSE_TOKENS, 1, blocks)
+    return TileConfig(True, _DENSE_TOKENS, 1, blocks)
   mean = tokens * choices / experts
   wanted = mean + 2 * math.sqrt(mean)
   consumers = 1 if wanted <= TILE else 2
-  columns = routing.round_up(math.ceil(wanted / consumers), routing.ALIGN)
+  columns = round_up(math.ceil(wanted / consumers), ALIGN)
   columns = min(_MAX_COLUMNS, columns)
   # Only wide tiles ask the L2 for so much that sharing pays.
   cluster = 2 if columns > TILE and blocks % 2 == 0 else 1
-  return Plan(
+  return TileConfig(
     dense=False,
     columns=columns,
     consumers=consumers,
@@ -96,56 +100,57 @@ def plan(tokens: int, choices: int, experts: int) -> Plan:
 
 
 def _multiprocessors() -> int:
+  """Number of multiprocessors of the device that is compiled for."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return device.num_cores if device else jax.devices()[0].core_count
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """The op's sizes."""
+  """Sizes of the op's arguments."""
 
   experts: int
   hidden: int
   inner: int
   tokens: int
   choices: int
-  shared: int  # Experts that every token goes to.
+  shared: int  # Number of shared experts, which every token has.
 
   @property
   def front(self) -> int:
-    """Rows for the tokens themselves, before those of routed experts."""
-    return routing.round_up(self.tokens, routing.ALIGN) if self.shared else 0
+    """Rows of all tokens for shared experts, before those of routed ones."""
+    return round_up(self.tokens, ALIGN) if self.shared else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
   """One tile of work: 128 rows of weights, `width` columns."""
 
-  expert: jax.Array  # The shared ones are -S..-1.
-  tile: jax.Array  # Which 128 rows of weights.
+  expert: jax.Array  # Shared experts are -S..-1.
+  tile: jax.Array  # Which 128 rows of the expert's weights.
   source: jax.Array | int  # First row of x.
   row: jax.Array  # First row of the activation and of the partial results.
-  left: jax.Array  # Rows from there on that somebody asked for.
+  left: jax.Array  # Number of rows from there on that are results.
 
 
 class Dense:
-  """Items of the dense form: the n-th touched expert is the n-th bit set."""
+  """Items of the dense form: the n-th active expert is the n-th bit set."""
 
   shared = 0
 
-  def __init__(self, tables, shape, cut):
+  def __init__(self, tables, shape, config):
     self._ids, self._weights, *mask = tables
-    self._shape, self._cut = shape, cut
+    self._shape, self._cut = shape, config
     numbers = range(pl.cdiv(shape.experts, 32))
     self._words = [mask[0][w] if mask else self._word(w) for w in numbers]
     self._ends = []
     for word in self._words:
       end = self._ends[-1] if self._ends else jnp.int32(0)
-      self._ends.append(end + routing.count_bits(word))
+      self._ends.append(end + _bits.count_bits(word))
     self.number = self._ends[-1]
 
   def _word(self, number):
-    """A word of the mask of a single token."""
+    """One word of the set of a single token's experts."""
     word = jnp.int32(0)
     for k in range(self._shape.choices):
       expert = self._ids[0, k]
@@ -163,8 +168,8 @@ class Dense:
       bits = jnp.where(beyond, self._words[w], bits)
       skip = jnp.where(beyond, slot - self._ends[w - 1], skip)
       expert = jnp.where(beyond, 32 * w, expert)
-    for half in (16, 8, 4, 2, 1):  # The bit with `skip` others below it.
-      below = routing.count_bits(bits & ((1 << half) - 1))
+    for half in (16, 8, 4, 2, 1):  # Finds the bit with `skip` others below it.
+      below = _bits.count_bits(bits & ((1 << half) - 1))
       upper = skip >= below
       skip = jnp.where(upper, skip - below, skip)
       shifted = lax.shift_right_logical(bits, jnp.int32(half))
@@ -175,7 +180,7 @@ class Dense:
 
   def column_weights(self, item, offset):
     """The weights of the item's columns from `offset` on, `[64, columns]`."""
-    del offset  # One warpgroup has all the columns.
+    del offset  # It is 0: one warpgroup has all the columns.
     shape = (TILE, self._cut.columns)
     column = plgpu.broadcasted_iota(
       jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA
@@ -191,18 +196,18 @@ class Dense:
 
 
 class Grouped:
-  """Items of the grouped form: rows of the table of `routing.group`.
+  """Items of the grouped form: rows of the table of `dispatch.dispatch`.
 
-  A shared expert's tiles of rows are known without a table. Once its weights
-  are in the L2 they ask the memory for nothing, so they are spread among those
-  of the routed experts.
+  A shared expert's tiles of rows are known without a table. All but the first
+  find its weights in the L2 and leave the memory idle, so they are spread among
+  the tiles of the routed experts.
   """
 
-  def __init__(self, tables, shape, cut):
+  def __init__(self, tables, shape, config):
     self._table, number, self._weights = tables
-    self._shape, self._cut = shape, cut
+    self._shape, self._cut = shape, config
     self._routed = number[0]
-    self._parts = pl.cdiv(shape.tokens, cut.width)
+    self._parts = pl.cdiv(shape.tokens, config.width)
     self.shared = shape.shared
     self.number = self.shared * self._parts + self._routed
 
@@ -210,14 +215,14 @@ class Grouped:
     """The item number `work` of `number` times `tiles`."""
     if not self.shared:
       return self._item(*self._locate_routed(work, tiles))
-    # A turn is one tile of a shared expert's weights for all rows, and then its
-    # share of the routed experts' items.
+    # Items come in turns: one tile of a shared expert's weights for all rows,
+    # then a share of the routed experts' items.
     length = self._parts + lax.div(self._routed, jnp.int32(self.shared))
     turn, part = lax.div(work, length), lax.rem(work, length)
     turns = self.shared * tiles
     before = jnp.minimum(turn + 1, turns) * self._parts
     number, tile = lax.div(turn, tiles), lax.rem(turn, tiles)
-    front = self._shape.front // routing.ALIGN
+    front = self._shape.front // ALIGN
     tokens = self._shape.tokens
     mine = number - self.shared, tile, part, 0, number * front, tokens
     theirs = self._locate_routed(jnp.maximum(work - before, 0), tiles)
@@ -227,7 +232,7 @@ class Grouped:
     )
 
   def _locate_routed(self, work, tiles):
-    """The arguments of `_item`."""
+    """The arguments of `_item` for one of the routed experts' items."""
     entry = lax.div(work, tiles)
     expert, first, number, start, count = (
       self._table[entry, field] for field in range(5)
@@ -236,16 +241,15 @@ class Grouped:
     # weights, so that these are in the L2 from the second on.
     within = work - first * tiles
     part, tile = lax.rem(within, number), lax.div(within, number)
-    front = self._shape.front // routing.ALIGN
+    front = self._shape.front // ALIGN
     return expert, tile, part, front + start, self.shared * front + start, count
 
   def _item(self, expert, tile, part, source, row, count):
-    """Of tile `part` of rows; their first ones in units of `ALIGN`."""
+    """The item of tile `part` of rows; first rows are in units of `ALIGN`."""
     width = self._cut.width
     # As a multiple, so that Mosaic sees that rows start where its tiles do.
     source, row = (
-      (first + part * (width // routing.ALIGN)) * routing.ALIGN
-      for first in (source, row)
+      (first + part * (width // ALIGN)) * ALIGN for first in (source, row)
     )
     return Item(expert, tile, source, row, count - part * width)
 

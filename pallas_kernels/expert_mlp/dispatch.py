@@ -1,44 +1,32 @@
-"""Which rows go to which experts, and their results back: what XLA does.
+"""Dispatch of rows to experts and combination of their results, in XLA.
 
-Every op here is one small fusion, so what is short is what is fast: sums of
-one-hot comparisons, no sorts and no scans. Of more than a few tokens and fewer
-than thousands a kernel does the work of `group`, see `grouping`.
+Every function becomes one or a few small fusions, since launches cost more than
+arithmetic here: it takes sums of one-hot comparisons, no sorts and no scans.
+From a few tokens to about a thousand, a kernel does the work of `dispatch`, see
+`mosaic_dispatch`.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Rows that are stored together or not at all; experts' rows start at multiples.
+from pallas_kernels import _bits
+from pallas_kernels._padding import round_up
+
+# Experts' rows start at multiples of it, and so many are stored together.
 ALIGN = 16
 _CHUNK = 128  # Pairs that are ranked by comparing each with each.
 
-# A token's rows of the partial results, in order of expert: for every choice,
-# the rows `[T]` (or the first of T, if static) and which of them count `[T]`.
-Places = list[tuple[jax.Array | int, jax.Array]]
+# Where a token's partial results are, in order of expert: for every choice, the
+# rows `[T]` (or the first of T, if it is static), and whether there is one
+# `[T]`.
+CombineIndices = list[tuple[jax.Array | int, jax.Array]]
 
 
-def count_bits(x: jax.Array) -> jax.Array:
-  """Bits set in int32 values; Mosaic has no population count."""
-  x -= _shift_right(x, 1) & 0x55555555
-  x = (x & 0x33333333) + (_shift_right(x, 2) & 0x33333333)
-  x = (x + _shift_right(x, 4)) & 0x0F0F0F0F
-  return _shift_right(x * 0x01010101, 24)
-
-
-def _shift_right(x: jax.Array, bits: int) -> jax.Array:
-  return lax.shift_right_logical(x, jnp.int32(bits))
-
-
-def round_up(x: int, multiple: int) -> int:
-  """The least multiple of `multiple` that is not below `x`."""
-  return -(-x // multiple) * multiple
-
-
-def merge_repeats(
+def sum_duplicates(
   ids: jax.Array, weights: jax.Array, experts: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Makes the experts of a token distinct.
+  """Makes the experts of a token distinct and adds up their weights.
 
   Args:
     ids: `[T, K]` int32, any values.
@@ -68,8 +56,16 @@ def merge_repeats(
   return jnp.stack(merged_ids, 1), jnp.stack(merged_weights, 1)
 
 
-def touched(ids: jax.Array, experts: int) -> jax.Array:
-  """The set of experts in `ids` (0..E), `[ceil(E / 32)]` int32, bit by bit."""
+def active_experts(ids: jax.Array, experts: int) -> jax.Array:
+  """The set of experts that occur in `ids`, as bits of int32 words.
+
+  Args:
+    ids: `[T, K]` int32 in 0..E.
+    experts: E.
+
+  Returns:
+    `[ceil(E / 32)]` int32; bit e % 32 of word e // 32 is set iff e occurs.
+  """
   flat = ids.reshape(-1)
   words = jnp.arange(-(-experts // 32), dtype=jnp.int32)
   bits = jnp.where(flat < experts, lax.shift_left(jnp.int32(1), flat & 31), 0)
@@ -79,42 +75,39 @@ def touched(ids: jax.Array, experts: int) -> jax.Array:
   )
 
 
-def dense_places(
+def dense_combine_indices(
   ids: jax.Array, mask: jax.Array | None, experts: int, width: int
-) -> Places:
-  """The places if token t's row of the n-th touched expert is n width + t.
+) -> CombineIndices:
+  """The indices if token t's row of the n-th active expert is n width + t.
 
   Args:
-    ids: `[T, K]` int32 of `merge_repeats`.
-    mask: `touched(ids)`; None if T is 1, whose n-th expert is the n-th of all.
+    ids: `[T, K]` int32 of `sum_duplicates`.
+    mask: `active_experts(ids)`; None if T is 1, when a token's n-th expert is
+      the n-th active one.
     experts: E.
-    width: rows an expert has.
+    width: rows that each expert has.
   """
   if mask is None:
     number = jnp.sum(ids < experts, axis=1)
     return [(k * width, number > k) for k in range(ids.shape[1])]
   slot = jnp.zeros(ids.shape, jnp.int32)
   for w in range(mask.shape[0]):
-    slot += count_bits(mask[w] & _low_bits(jnp.clip(ids - 32 * w, 0, 32)))
+    slot += _bits.count_bits(
+      mask[w] & _bits.low_bits(jnp.clip(ids - 32 * w, 0, 32))
+    )
   token = lax.broadcasted_iota(jnp.int32, ids.shape, 0)
   return _in_expert_order(ids, slot * width + token, experts)
 
 
-def shared_places(number: int, rows: int, tokens: int) -> Places:
-  """The places if token t's row of the n-th shared expert is n rows + t."""
+def shared_combine_indices(
+  number: int, rows: int, tokens: int
+) -> CombineIndices:
+  """The indices if token t's row of the n-th shared expert is n rows + t."""
   return [(n * rows, jnp.ones((tokens,), bool)) for n in range(number)]
 
 
-def _low_bits(count: jax.Array) -> jax.Array:
-  """An int32 with the lowest `count` (0..32) bits set."""
-  half = count >> 1  # In two shifts, as one by 32 is undefined.
-  return ~lax.shift_left(
-    lax.shift_left(jnp.full_like(count, -1), half), count - half
-  )
-
-
-def _in_expert_order(ids, rows, experts) -> Places:
-  """`rows` `[T, K]` as places."""
+def _in_expert_order(ids, rows, experts) -> CombineIndices:
+  """`rows [T, K]` as indices, every token's in the order of its experts."""
   choices = ids.shape[1]
   columns = [ids[:, k] for k in range(choices)]
   ordered = [jnp.full_like(columns[0], -1) for _ in range(choices)]
@@ -129,20 +122,21 @@ def _in_expert_order(ids, rows, experts) -> Places:
   return [(jnp.maximum(row, 0), row >= 0) for row in ordered]
 
 
-def sizes(pairs: int, experts: int, width: int) -> tuple[int, int]:
-  """R and Q of `group`: rows and entries of the table, at most."""
+def capacities(pairs: int, experts: int, width: int) -> tuple[int, int]:
+  """R and Q of `dispatch`: how many rows and table entries it has at most."""
   busy = min(experts, pairs)
   rows = round_up(pairs + busy * (ALIGN - 1), ALIGN)
   return rows, busy + pairs // width
 
 
-def group(
+def dispatch(
   x: jax.Array, ids: jax.Array, weights: jax.Array, experts: int, width: int
-) -> tuple[tuple[jax.Array, ...], jax.Array, Places]:
-  """Sorts the (token, expert) pairs by expert.
+) -> tuple[tuple[jax.Array, ...], jax.Array, CombineIndices]:
+  """Copies every token's row once for each of its experts, sorted by expert.
 
-  Counting needs no sort: a pair's place is its expert's start, and how many
-  pairs before it, in its chunk of 128 and in earlier chunks, go there too.
+  Counting replaces the sort: a (token, expert) pair comes at its expert's first
+  row plus the number of pairs before it, in its chunk of 128 and in earlier
+  chunks, that have this expert too.
 
   Args:
     x: `[T, H]`.
@@ -156,9 +150,10 @@ def group(
     the expert, its number of tiles, its first row in units of `ALIGN`, its
     number of rows); how many there are, `[1]` int32; the rows' weights,
     `[R + width]` float32.
-    Then the rows of x in that order, `[R, H]`; and the places.
+    The rows of x in that order, `[R, H]`.
+    The indices by which `combine` finds a token's results.
   """
-  ids, weights = merge_repeats(ids, weights, experts)
+  ids, weights = sum_duplicates(ids, weights, experts)
   pairs, choices = ids.size, ids.shape[1]
   flat = ids.reshape(-1)
   every = jnp.arange(experts, dtype=jnp.int32)
@@ -166,7 +161,7 @@ def group(
   start = _sums_before(-(-count // ALIGN))
   tiles = -(-count // width)
   first = _sums_before(tiles)
-  capacity, entries = sizes(pairs, experts, width)
+  capacity, entries = capacities(pairs, experts, width)
   place = start[jnp.minimum(flat, experts - 1)] * ALIGN + offset
   place = jnp.where(flat < experts, place, capacity)
   pair = jnp.zeros((capacity,), jnp.int32)
@@ -179,13 +174,23 @@ def group(
   table = jnp.stack([every, first, tiles, start, count], axis=1)[owner]
   row_weights = jnp.pad(weights.reshape(-1)[pair], (0, width))
   tables = (table, jnp.sum(tiles, keepdims=True), row_weights)
-  places = _in_expert_order(ids, place.reshape(ids.shape), experts)
-  # Small arrays of their own, or every element of the sum works them out again.
-  return tables, x[pair // choices], lax.optimization_barrier(places)
+  indices = _in_expert_order(ids, place.reshape(ids.shape), experts)
+  # Without the barrier XLA fuses the indices into `combine`, which would then
+  # compute them again for every element.
+  return tables, x[pair // choices], lax.optimization_barrier(indices)
 
 
 def _rank(flat, experts):
-  """Per expert how many pairs, `[E]`; per pair how many before go there too."""
+  """Counts pairs by expert.
+
+  Args:
+    flat: `[P]` int32, the experts of the pairs, 0..E.
+    experts: E.
+
+  Returns:
+    How many pairs each expert has, `[E]` int32; how many pairs before each one
+    have the same expert, `[P]` int32.
+  """
   pairs = flat.size
   keys = jnp.pad(flat, (0, -pairs % _CHUNK), constant_values=experts)
   keys = keys.reshape(-1, _CHUNK)
@@ -202,25 +207,25 @@ def _rank(flat, experts):
 
 
 def _sums_before(x: jax.Array) -> jax.Array:
-  """Exclusive sums of a short int32 vector, in one fusion."""
+  """Exclusive prefix sums of a short int32 vector, in one fusion."""
   before = jnp.tri(x.shape[0], k=-1, dtype=bool)
   return jnp.sum(jnp.where(before, x[None], 0), axis=1, dtype=jnp.int32)
 
 
-def combine(partial_results: jax.Array, places: Places) -> jax.Array:
+def combine(partial_results: jax.Array, indices: CombineIndices) -> jax.Array:
   """Adds a token's rows, in the order given.
 
   Args:
     partial_results: `[2, R, H]` int16, upper and lower halves of float32.
-    places: see `Places`.
+    indices: see `CombineIndices`.
 
   Returns:
     `[T, H]` float32.
   """
   upper, lower = partial_results.astype(jnp.int32)
-  tokens = places[0][1].shape[0]
+  tokens = indices[0][1].shape[0]
   total = jnp.zeros((tokens, partial_results.shape[2]), jnp.float32)
-  for row, counts in places:
+  for row, counts in indices:
     index = slice(row, row + tokens) if isinstance(row, int) else row
     bits = (upper[index] << 16) | (lower[index] & 0xFFFF)
     value = lax.bitcast_convert_type(bits, jnp.float32)

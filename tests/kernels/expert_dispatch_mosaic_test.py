@@ -9,15 +9,15 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels.grouped_matmul import grouping, routing, tiles
+from pallas_kernels.expert_mlp import dispatch, mosaic_dispatch, tiles
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 H, WIDTH = 128, 48
 
 
-def plan(blocks):
+def tile_config(blocks):
   """The interpreter wants a core for every warpgroup that waits for others."""
-  return tiles.Plan(False, WIDTH, 1, blocks, groups=2)
+  return tiles.TileConfig(False, WIDTH, 1, blocks, groups=2)
 
 
 def make_inputs(ids, seed=0):
@@ -29,29 +29,31 @@ def make_inputs(ids, seed=0):
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def interpreted(x, ids, weights, experts, blocks):
-  return grouping.group(x, ids, weights, experts, plan(blocks), INTERPRET)
+  return mosaic_dispatch.dispatch(
+    x, ids, weights, experts, tile_config(blocks), INTERPRET
+  )
 
 
-def seen(tables, rows, places):
+def seen(tables, rows, indices):
   """What anybody looks at: used entries, and what belongs to a token."""
   table, number, weights = map(np.asarray, tables)
-  places = jax.tree.map(np.asarray, places)
+  indices = jax.tree.map(np.asarray, indices)
   table = table[: number[0]]
-  starts, counts = table[:, 3] * routing.ALIGN, table[:, 4]
+  starts, counts = table[:, 3] * dispatch.ALIGN, table[:, 4]
   used = [np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)]
   used = np.concatenate([np.zeros(0, int), *used])
   rows = np.asarray(rows.astype(jnp.float32))
-  places = [
-    [int(row[t]) for row, counts in places if counts[t]]
-    for t in range(len(places[0][0]))
+  indices = [
+    [int(row[t]) for row, counts in indices if counts[t]]
+    for t in range(len(indices[0][0]))
   ]
-  return table, number, weights[used], rows[used], places
+  return table, number, weights[used], rows[used], indices
 
 
 def check(ids, experts, blocks):
   inputs = make_inputs(ids)
   mine = seen(*interpreted(*inputs, experts, blocks))
-  theirs = seen(*routing.group(*inputs, experts, WIDTH))
+  theirs = seen(*dispatch.dispatch(*inputs, experts, WIDTH))
   jax.tree.map(np.testing.assert_array_equal, mine, theirs)
 
 
@@ -97,14 +99,14 @@ def test_lowers_at_real_shapes(tokens, model):
   mesh = AbstractMesh((), (), abstract_device=device)
   struct = jax.ShapeDtypeStruct
   with jax.sharding.use_abstract_mesh(mesh):
-    cut = tiles.plan(tokens, choices, experts)
-    assert grouping.supported(tokens, hidden, experts, cut)
-    jax.jit(grouping.group, static_argnums=(3, 4)).trace(
+    config = tiles.tile_config(tokens, choices, experts)
+    assert not mosaic_dispatch.why_not(tokens, hidden, experts, config)
+    jax.jit(mosaic_dispatch.dispatch, static_argnums=(3, 4)).trace(
       struct((tokens, hidden), jnp.bfloat16),
       struct((tokens, choices), jnp.int32),
       struct((tokens, choices), jnp.float32),
       experts,
-      cut,
+      config,
     ).lower(lowering_platforms=('cuda',))
 
 
@@ -113,4 +115,4 @@ def test_lowers_at_real_shapes(tokens, model):
 )
 def test_leaves_what_is_too_large_to_xla(size):
   """Too many tokens; too long a row; rows that shared memory cannot hold."""
-  assert not grouping.supported(*size, tiles.Plan(False, 64, 1, 132))
+  assert mosaic_dispatch.why_not(*size, tiles.TileConfig(False, 64, 1, 132))

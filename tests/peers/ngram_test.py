@@ -4,9 +4,12 @@ import math
 
 import numpy as np
 import pytest
+import tokenizers
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.training.ngram import NGram
+from kdtree_jax.training import streams
+from kdtree_jax.training.corpus import END_OF_TEXT, MASK
+from tests.peers.ngram import NGram, longest_order, main
 
 VOCAB, END = 7, 6
 
@@ -76,3 +79,31 @@ def test_longer_contexts_help_and_bytes_are_counted():
 def test_a_vocabulary_that_does_not_fit():
   with pytest.raises(UserError, match='do not fit 64 bits'):
     NGram(np.zeros(9, np.uint16), 10000, 0, 5)
+
+
+def test_many_ids():
+  """Ids that need 32 bits, with as long n-grams as their width allows."""
+  large = 70_000
+  assert [longest_order(n, 5) for n in (4096, 8192, large)] == [5, 4, 3]
+  tokens = np.array([7, 69999, 65536, 7, 69999, 65536, 0], np.uint32)
+  model = NGram(tokens, large, 0, longest_order(large, 5))
+  logs = model.log_probabilities(tokens)
+  assert logs[4] > -1.5 > logs[0]
+  with pytest.raises(UserError, match='token 70000 is outside'):
+    NGram(np.array([large]), large, 0, 1)
+
+
+def test_the_figure_of_a_corpus(tmp_path, capsys):
+  words = ['a', 'bc', 'def', 'g', 'h', 'ij', END_OF_TEXT, MASK]
+  vocab = {word: i for i, word in enumerate(words)}
+  model = tokenizers.models.WordLevel(vocab, unk_token=MASK)
+  tokenizers.Tokenizer(model).save(str(tmp_path / 'tokenizer.json'))
+  (tmp_path / 'manifest.json').write_text('{}')
+  train, test = stream(3000, 1), stream(300, 2)
+  for split, tokens in (('train', train), ('test', test)):
+    streams.write_arrays(tmp_path / f'{split}.npz', {'tokens': tokens})
+  main(str(tmp_path))
+  sizes = np.array([1, 2, 3, 1, 1, 2, 0, 0], np.int32)
+  wanted = NGram(train, 8, END, 5).bits_per_byte(test, sizes)
+  printed = capsys.readouterr().out
+  assert printed == f'5-gram with backoff: {wanted:.4f} bits per byte\n'

@@ -1,4 +1,4 @@
-"""The two products of the Mosaic kernels: what they load and store."""
+"""The operands and results of the two products of the Mosaic kernels."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,22 +9,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul import routing, tiles
+from pallas_kernels.expert_mlp import tiles
+from pallas_kernels.expert_mlp.dispatch import ALIGN
 
 TILE = tiles.TILE
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class Projection:
   """One of the two products, as the loops of `mosaic_gpu` need it.
 
-  `routed` and `shared` give the weights of an item: half 0 or 1 of its tile, at
-  a step. `row` is an item's first row of the right operand. `finish` takes the
-  item, the consumer's number, its first column and its two sums.
+  Attributes:
+    tiles: number of tiles of 128 rows that an expert's weights have.
+    steps: number of steps of 64 along the sum.
+    rows: right operand.
+    routed: gives the weights of an item of a routed expert: half 0 or 1 of its
+      tile, at a step.
+    shared: the same for an item of a shared expert.
+    row: gives an item's first row of the right operand.
+    finish: stores a result; takes the item, the consumer's number, its first
+      column and its two sums.
   """
 
-  tiles: int  # Of 128 rows of weights, for one expert.
-  steps: int  # Of 64 along the sum.
+  tiles: int
+  steps: int
   rows: Any
   routed: Callable[[tiles.Item, int, Any], Any]
   shared: Callable[[tiles.Item, int, Any], Any]
@@ -32,8 +40,8 @@ class Product:
   finish: Callable[..., None]
 
 
-def up(cut, shape, items, rows, weights, out, buffer):
-  """h = silu(x gate^T) * (x up^T), in bfloat16."""
+def up(config, shape, items, rows, weights, out, buffer):
+  """The first product: h = silu(x gate^T) * (x up^T), in bfloat16."""
   del items
   stack, *gate_and_up = weights
   across = shape.inner // TILE
@@ -53,9 +61,9 @@ def up(cut, shape, items, rows, weights, out, buffer):
     value = gate / (1.0 + jnp.exp(-gate)) * up
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     mine.at[0].transpose((1, 0))[...] = value.astype(jnp.bfloat16)
-    _store(cut, mine, item, offset, out, item.tile * TILE)
+    _store(config, mine, item, offset, out, item.tile * TILE)
 
-  return Product(
+  return Projection(
     tiles=across,
     steps=shape.hidden // TILE,
     rows=rows,
@@ -66,17 +74,17 @@ def up(cut, shape, items, rows, weights, out, buffer):
   )
 
 
-def down(cut, shape, items, rows, weights, out, buffer):
-  """Partial results w * (h down^T), float32 in two halves of 16 bits.
+def down(config, shape, items, rows, weights, out, buffer):
+  """The second product: w * (h down^T), float32 in two halves of 16 bits.
 
-  Registers hold them transposed, and only 16-bit values can be transposed on
-  the way to shared memory.
+  Registers hold the results transposed, and only 16-bit values can be
+  transposed on the way to shared memory.
   """
   stack, *of_shared = weights
   across, steps = shape.hidden // TILE, shape.inner // TILE
 
   def tile(item, half):
-    # An odd number of tiles leaves the last item's upper half outside.
+    # If the number of tiles is odd, the last item's upper half does not exist.
     return jnp.minimum(item.tile * 2 + half, across - 1)
 
   def routed(item, half, step):
@@ -96,16 +104,16 @@ def down(cut, shape, items, rows, weights, out, buffer):
       def store(value=value, column=column):
         bits = lax.bitcast_convert_type(value * weight, jnp.int32)
         parts = ((bits >> 16).astype(jnp.int16), bits.astype(jnp.int16))
-        for first in range(0, 2, cut.planes):
+        for first in range(0, 2, config.planes):
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-          for plane in range(cut.planes):
+          for plane in range(config.planes):
             mine.at[plane].transpose((1, 0))[...] = parts[first + plane]
-          planes = out.at[pl.ds(first, cut.planes)]
-          _store(cut, mine, item, offset, planes, column * TILE)
+          planes = out.at[pl.ds(first, config.planes)]
+          _store(config, mine, item, offset, planes, column * TILE)
 
       pl.when(column < across)(store)
 
-  return Product(
+  return Projection(
     tiles=pl.cdiv(across, 2),
     steps=steps,
     rows=rows,
@@ -116,19 +124,20 @@ def down(cut, shape, items, rows, weights, out, buffer):
   )
 
 
-def _store(cut, buffer, item, offset, out, column):
-  """Copies rows that somebody asked for to `out`, both `[planes, rows, 64..]`.
+def _store(config, buffer, item, offset, out, column):
+  """Copies the rows that are results from `buffer` to `out`.
 
-  The stores are not waited for: the next use of the buffer does that.
+  Both are `[planes, rows, 64..]`. The next use of the buffer waits for the
+  copies.
   """
   plgpu.commit_smem()
-  for start in range(0, cut.columns, routing.ALIGN):
+  for start in range(0, config.columns, ALIGN):
 
     @pl.when(offset + start < item.left)
     def _(start=start):
-      rows = pl.ds(item.row + offset + start, routing.ALIGN)
+      rows = pl.ds(item.row + offset + start, ALIGN)
       for plane in range(buffer.shape[0]):
         plgpu.copy_smem_to_gmem(
-          buffer.at[plane, pl.ds(start, routing.ALIGN)],
+          buffer.at[plane, pl.ds(start, ALIGN)],
           out.at[plane, rows, pl.ds(column, TILE)],
         )
