@@ -14,6 +14,7 @@ from kdtree_jax.audit import audit
 from kdtree_jax.decode import round as stages
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import audit as mode
+from pallas_kernels.tree_build.api import ancestors_from_parents
 from tests import support
 from tests.command_line import mode_flags
 
@@ -90,7 +91,12 @@ def test_mask_that_ignores_ancestry(planted):
   honest = stages.verify
 
   def verify(engine, params, state, tree):
-    return honest(engine, params, state, tree.replace(ancestors=None))
+    # Every node sees all before it, as in a chain.
+    count = tree.tokens.shape[1]
+    chain = jnp.arange(-1, count - 1, dtype=jnp.int32)[None]
+    bits = ancestors_from_parents(chain, count)
+    bits = jnp.broadcast_to(bits, tree.ancestors.shape)
+    return honest(engine, params, state, tree.replace(ancestors=bits))
 
   planted('verify', verify)
   assert any('divergence' in failure for failure in report().failures)

@@ -12,7 +12,7 @@ from kdtree_jax import api, generation
 from kdtree_jax.decode import drivers, init_state
 from kdtree_jax.decode.compilation import Call
 from kdtree_jax.modes import loading
-from kdtree_jax.modes.generate import Run, record
+from kdtree_jax.modes.generate import Variant, record
 from tests import support
 
 FIXTURE = 'deepseek_v3_trained_drafter'
@@ -144,12 +144,8 @@ def test_a_line_names_the_limit(pair, prompts):
   assert f'first {POSITIONS} positions' in loading.ends_early(
     target, drafter, [result]
   )
-  line = record(
-    Run('ddtree', BUDGET, 'best_first'),
-    result,
-    drafter,
-    OPTIONS | {'temperature': 0.0, 'seed': 0},
-  )
+  variant = Variant('ddtree', BUDGET, 'best_first')
+  line = record(variant, result, drafter, temperature=0.0, seed=0)
   assert line['draft_forwards'] == line['target_forwards'] - alone
   short = generation.generate(
     *pair, prompts[0], **OPTIONS | {'max_new_tokens': 4}
