@@ -14,8 +14,9 @@ from kdtree_jax.audit import audit
 from kdtree_jax.decode import round as stages
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import audit as mode
-from kdtree_jax.modes.run_config import RunConfig
+from pallas_kernels.tree_build.api import ancestors_from_parents
 from tests import support
+from tests.command_line import mode_flags
 
 FIXTURE = 'deepseek_v3_trained_drafter'
 
@@ -57,7 +58,7 @@ def test_a_right_engine_passes():
 
 def test_the_mode_says_so_in_its_exit_status(tmp_path, capsys):
   folder = support.DATA / FIXTURE
-  config = RunConfig(
+  config = mode_flags(
     mode='audit',
     target=str(folder),
     drafter=str(folder / 'dflash'),
@@ -75,7 +76,7 @@ def test_the_mode_says_so_in_its_exit_status(tmp_path, capsys):
 @pytest.mark.parametrize('count', (0, -1))
 def test_nothing_to_decode_is_no_verdict(count):
   """An error of the user: exit status 1 would say that outputs differ."""
-  config = RunConfig(
+  config = mode_flags(
     mode='audit',
     target=str(support.DATA / FIXTURE),
     drafter='random',
@@ -90,7 +91,12 @@ def test_mask_that_ignores_ancestry(planted):
   honest = stages.verify
 
   def verify(engine, params, state, tree):
-    return honest(engine, params, state, tree.replace(ancestors=None))
+    # Every node sees all before it, as in a chain.
+    count = tree.tokens.shape[1]
+    chain = jnp.arange(-1, count - 1, dtype=jnp.int32)[None]
+    bits = ancestors_from_parents(chain, count)
+    bits = jnp.broadcast_to(bits, tree.ancestors.shape)
+    return honest(engine, params, state, tree.replace(ancestors=bits))
 
   planted('verify', verify)
   assert any('divergence' in failure for failure in report().failures)

@@ -1,11 +1,11 @@
 """The loop: state, one pure round, and the drivers that share it."""
 
-from kdtree_jax.decode.engine import Engine
-from kdtree_jax.decode.generate import (
+from kdtree_jax.decode.drivers import (
   GenerateResult,
   RoundRecord,
   stream,
 )
+from kdtree_jax.decode.engine import Engine
 from kdtree_jax.decode.sampling import SamplingConfig
 from kdtree_jax.decode.state import DecodeState, RoundStats, init_state
 

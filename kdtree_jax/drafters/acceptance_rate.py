@@ -11,10 +11,10 @@ from kdtree_jax.keys import Purpose, key_for
 from kdtree_jax.registry import register
 
 
-@register('drafter', 'hit_rate')
+@register('drafter', 'acceptance_rate')
 @dataclasses.dataclass(frozen=True)
-class HitRateDrafter(StubDrafter):
-  """The oracle's token with probability `hit_rate` at each position.
+class AcceptanceRateDrafter(StubDrafter):
+  """The oracle's token with probability `acceptance_rate` at each position.
 
   Otherwise another token, and the right one gets no probability at all, so
   that no tree of any budget holds it. Whether a position is hit depends on the
@@ -23,10 +23,10 @@ class HitRateDrafter(StubDrafter):
   average. It shows what an engine makes of a drafter's quality.
 
   Attributes:
-    hit_rate: p, 0..1.
+    acceptance_rate: p, 0..1.
   """
 
-  hit_rate: float = 0.8
+  acceptance_rate: float = 0.8
   needs_golden: ClassVar[bool] = True
 
   def draft(
@@ -43,7 +43,7 @@ class HitRateDrafter(StubDrafter):
 
     def is_hit(position):
       draw = jax.random.uniform(jax.random.fold_in(key, position))
-      return draw < self.hit_rate
+      return draw < self.acceptance_rate
 
     hit = jax.vmap(jax.vmap(is_hit))(length[:, None] + ahead[None, :])
     right = jax.nn.one_hot(golden, self.vocab_size, dtype=jnp.bool_)

@@ -55,7 +55,7 @@ class Row:
     setting: the conditions.
     method: `ar`, `chain` or `ddtree`.
     tree_budget: 0 for AR.
-    chain_seed: whether the tree keeps the top-1 chain.
+    keep_top1_chain: whether the tree keeps the top-1 chain.
     block_size: the drafter's block size.
     prompts: number of prompts.
     acceptance: mean acceptance length.
@@ -71,7 +71,7 @@ class Row:
   setting: Setting
   method: str
   tree_budget: int
-  chain_seed: bool
+  keep_top1_chain: bool
   block_size: int
   prompts: int
   acceptance: Interval | None
@@ -83,7 +83,7 @@ class Row:
   counts: NodeCounts | None
 
 
-# Setting, method, tree budget, chain seed.
+# Setting, method, tree budget, kept chain.
 _Key = tuple[Setting, str, int, bool]
 
 
@@ -101,7 +101,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[Row]:
       walks[Setting(True, False, temperature)] = 'target_acceptance_lengths'
     for setting, field in walks.items():
       key = setting, record['method'], record['tree_budget']
-      key = *key, record['chain_seed']
+      key = *key, record['keep_top1_chain']
       groups.setdefault(key, []).append((record, record[field]))
   chains = {
     key[0]: {record['id']: walk for record, walk in group}
@@ -119,7 +119,7 @@ def _row(
   group: list[tuple[Mapping[str, Any], list[int]]],
   chain: Mapping[Any, list[int]],
 ) -> Row:
-  setting, method, budget, chain_seed = key
+  setting, method, budget, keep_top1_chain = key
   walks = [walk for _, walk in group]
   before = over = None
   looping = 0.0
@@ -147,7 +147,7 @@ def _row(
     setting=setting,
     method=method,
     tree_budget=budget,
-    chain_seed=chain_seed,
+    keep_top1_chain=keep_top1_chain,
     block_size=group[0][0]['block_size'],
     prompts=len(group),
     acceptance=mean_interval(walks),
@@ -180,13 +180,13 @@ def name(row: Row) -> str:
   """The name of a row in tables and legends."""
   if row.method != 'ddtree':
     return {'ar': 'AR', 'chain': 'DFlash chain'}[row.method]
-  seeded = ', chain kept' if row.chain_seed else ''
+  seeded = ', chain kept' if row.keep_top1_chain else ''
   return f'DDTree {row.tree_budget}{seeded}'
 
 
 def detail_tree(rows: Sequence[Row]) -> Row | None:
   """The tree that is shown in detail: the largest up to `DETAIL_BUDGET`."""
-  trees = [r for r in rows if r.method == 'ddtree' and not r.chain_seed]
+  trees = [r for r in rows if r.method == 'ddtree' and not r.keep_top1_chain]
   small = [row for row in trees if row.tree_budget <= DETAIL_BUDGET]
   if not trees:
     return None

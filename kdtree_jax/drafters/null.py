@@ -9,8 +9,8 @@ from kdtree_jax.drafters.base import StubDrafter, TargetHead
 from kdtree_jax.registry import register
 
 
-@register('drafter', 'silent')
-class SilentDrafter(StubDrafter):
+@register('drafter', 'null')
+class NullDrafter(StubDrafter):
   """Bars every token, so that each tree is its root and padding.
 
   Autoregressive decoding at the shape and the price of a verify: an audit
