@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from kdtree_jax.io.checkpoint_tensors import (
   drafter_shapes,
   tensor_shapes,
 )
-from kdtree_jax.io.files import show, show_more
+from kdtree_jax.io.files import JsonObject, show, show_more
 from kdtree_jax.io.finite import all_finite
 from kdtree_jax.io.tensors import FLOAT_DTYPES, dtype_name
 
@@ -55,7 +54,7 @@ class Bundle:
   golden: Mapping[str, np.ndarray]
   drafter_config: DrafterConfig | None
   drafter: Mapping[str, np.ndarray] | None
-  recipe: Mapping[str, Any]
+  recipe: JsonObject
   tokenizer: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 

@@ -22,7 +22,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import one_line
+from kdtree_jax.io.files import JsonObject, one_line
 from kdtree_jax.io.tokenizer_files import CONFIG_FILE, TEMPLATE_FILE, token_text
 
 # The special tokens that a template may use by these names.
@@ -45,7 +45,7 @@ class TemplateError(UserError):
 class ChatTemplate:
   """A chat template with its special tokens; parsed at the first use."""
 
-  def __init__(self, source: Any, tokens: Mapping[str, Any], where: str):
+  def __init__(self, source: object, tokens: JsonObject, where: str):
     """Stores what is given, unchecked.
 
     Args:
@@ -59,7 +59,7 @@ class ChatTemplate:
 
   @classmethod
   def read(
-    cls, files: Mapping[str, bytes], config: Mapping[str, Any], home: str
+    cls, files: Mapping[str, bytes], config: JsonObject, home: str
   ) -> 'ChatTemplate | None':
     """The template of a checkpoint: a file of its own, or in its config.
 
@@ -114,7 +114,7 @@ class ChatTemplate:
     except Exception as e:
       raise TemplateError(f'{self._where}: {one_line(e)}') from e
 
-  def _compile(self, text_type: Callable[[Any], str]) -> jinja2.Template:
+  def _compile(self, text_type: Callable[[object], str]) -> jinja2.Template:
     # The environment that transformers gives templates; immutable, so that
     # no conversation can change the next one.
     environment = _Environment(
@@ -150,7 +150,7 @@ class ChatTemplate:
     return self._source
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+def _special_tokens(config: JsonObject) -> JsonObject:
   """The special tokens that tokenizer_config.json names, as template variables.
 
   A token that it does not name stays undefined.
@@ -158,7 +158,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
   extra = config.get('extra_special_tokens')
   named = {name: config.get(name) for name in _TOKENS}
   named |= extra if isinstance(extra, Mapping) else {}
-  tokens: dict[str, Any] = {k: token_text(value) for k, value in named.items()}
+  tokens: JsonObject = {k: token_text(value) for k, value in named.items()}
   more = config.get('additional_special_tokens')
   if isinstance(more, list):
     tokens['additional_special_tokens'] = [token_text(value) for value in more]
@@ -168,7 +168,14 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
   """A sandbox in which joining or replacing texts escapes those of messages."""
 
-  def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any):
+  def call(
+    self,
+    context: jinja2.runtime.Context,
+    function: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+  ):
     # These methods of `str` read the characters directly, without `__str__`.
     if isinstance(getattr(function, '__self__', None), str):
       if function.__name__ == 'join' and args:
@@ -189,7 +196,9 @@ class _Generation(jinja2.ext.Extension):
     return jinja2.nodes.Scope(body, lineno=line)
 
 
-def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
+def _replace(
+  text: object, old: object, new: object, count: int | None = None
+) -> str:
   """jinja2's filter `replace`, calling the text's own method."""
   text = text if isinstance(text, str) else str(text)
   return text.replace(
@@ -200,7 +209,7 @@ def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
 
 
 def _to_json(
-  value: Any,
+  value: object,
   ensure_ascii: bool = False,
   indent: int | str | None = None,
   separators: tuple[str, str] | None = None,
@@ -272,7 +281,7 @@ class SpecialTokenEscapes:
     digits = (str(ord(letter) - 0xE100) for letter in found[1])
     return self._names[int(''.join(digits))]
 
-  def found_in(self, value: Any) -> bool:
+  def found_in(self, value: object) -> bool:
     """Whether a text, or one inside a list or mapping, contains a name."""
     if isinstance(value, str):
       return self._name.search(value) is not None
@@ -283,7 +292,7 @@ class SpecialTokenEscapes:
     return any(map(self.found_in, value))
 
 
-def _convert_texts(value: Any, kind: Callable[[Any], str]) -> Any:
+def _convert_texts(value: Any, kind: Callable[[object], str]) -> Any:
   """A value with all its texts as `kind`, also inside lists and mappings."""
   if isinstance(value, str):
     return kind(value)
@@ -308,10 +317,10 @@ def _escaped_text_type(escape: Callable[[str], str]) -> type[str]:
     def __format__(self, spec: str) -> str:
       return format(str(self), spec)
 
-    def __add__(self, other: Any) -> str:
+    def __add__(self, other: object) -> str:
       return str(self) + str(other)
 
-    def __radd__(self, other: Any) -> str:
+    def __radd__(self, other: object) -> str:
       return str(other) + str(self)
 
     def __iter__(self) -> Iterator[str]:

@@ -62,7 +62,7 @@ _IGNORED_IN_WRAPPER = HOUSEKEEPING | {
 
 
 def _rope_settings(
-  raw: Any, where: str
+  raw: object, where: str
 ) -> tuple[float | None, RopeScaling | None]:
   """Theta, if stated, and YaRN from one dictionary of either spelling."""
   fields = Fields(raw, where)
@@ -116,7 +116,7 @@ def read_rope(fields: Fields, where: str) -> tuple[float, RopeScaling | None]:
   return stated.pop(), scalings[0] if scalings else None
 
 
-def text_config(raw: Any, where: str) -> tuple[Any, str]:
+def text_config(raw: object, where: str) -> tuple[object, str]:
   """The language model's own config, and its name for messages."""
   fields = Fields(raw, where)
   kind = fields.get('model_type')
@@ -132,7 +132,7 @@ def text_config(raw: Any, where: str) -> tuple[Any, str]:
 
 
 def quantization(
-  raw: Any, source_name: str = 'config.json'
+  raw: object, source_name: str = 'config.json'
 ) -> Quantization | None:
   """How a target's weights are quantised; None if they are not.
 
@@ -165,7 +165,7 @@ def eos_ids(fields: Fields) -> tuple[int, ...]:
   return tuple(dict.fromkeys(ids))
 
 
-def model_config(raw: Any, source_name: str = 'config.json') -> ModelConfig:
+def model_config(raw: object, source_name: str = 'config.json') -> ModelConfig:
   """Translates a target's config.json, in the spelling of transformers 4 or 5.
 
   Keys that the shapes of the weights do not determine are required, because

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import re
-from typing import Any
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.io.checkpoint_config import WRAPPER_TYPES
@@ -48,7 +47,7 @@ class Extras:
 NO_EXTRAS = Extras()
 
 
-def read_extras(raw: Any, source_name: str = 'config.json') -> Extras:
+def read_extras(raw: object, source_name: str = 'config.json') -> Extras:
   """The skipped parts that a target's config.json announces.
 
   An absent `num_nextn_predict_layers` is 1, the default of the family's own

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.files import canonical_json, one_line, parse_json
+from kdtree_jax.io.files import JsonObject, canonical_json, one_line, parse_json
 from pallas_kernels.quantized import QuantizedArray, dequantize
 
 # The most elements of a matrix that are read, evenly spread in a larger one.
@@ -31,7 +31,7 @@ def short(digest: str) -> str:
   return digest[:SHOWN]
 
 
-def sha256(value: Any) -> str:
+def sha256(value: object) -> str:
   """The digest of a JSON value."""
   return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
@@ -60,7 +60,7 @@ def tokenizer_digest(files: Mapping[str, bytes], where: str) -> str | None:
   return None
 
 
-def _json_content(raw: Any) -> dict[str, Any]:
+def _json_content(raw: Any) -> JsonObject:
   model = {k: v for k, v in raw['model'].items() if v not in (None, False)}
   if 'merges' in model:
     model['merges'] = [
@@ -78,7 +78,7 @@ def _json_content(raw: Any) -> dict[str, Any]:
   }
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
   """A JSON value without the keys whose value is null."""
   if isinstance(value, dict):
     return {k: _without_nulls(v) for k, v in value.items() if v is not None}
@@ -87,7 +87,7 @@ def _without_nulls(value: Any) -> Any:
   return value
 
 
-def _tiktoken_content(files: Mapping[str, bytes]) -> dict[str, Any]:
+def _tiktoken_content(files: Mapping[str, bytes]) -> JsonObject:
   """Ranks by token in base64, and the names of special tokens."""
   lines = [line.split() for line in files['tiktoken.model'].splitlines()]
   ranks = {token.decode(): int(rank) for token, rank in filter(None, lines)}

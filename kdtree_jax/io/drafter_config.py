@@ -1,7 +1,6 @@
 """config.json of DFlash drafters, in z-lab's layout and in speculators'."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from kdtree_jax.config import SLIDING, DrafterConfig
@@ -9,7 +8,7 @@ from kdtree_jax.drafters.dflash import default_target_layer_ids
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.checkpoint_config import HOUSEKEEPING, read_rope
 from kdtree_jax.io.fields import REQUIRED, Fields, is_inert
-from kdtree_jax.io.files import show
+from kdtree_jax.io.files import JsonObject, show
 from kdtree_jax.io.tensors import CheckpointError
 
 ZLAB, SPECULATORS = 'DFlashDraftModel', 'DFlashSpeculator'
@@ -31,7 +30,7 @@ _SIZES = (
 ).split()
 
 
-def is_drafter(raw: Mapping[str, Any]) -> bool:
+def is_drafter(raw: JsonObject) -> bool:
   """Whether a config.json describes a DFlash drafter."""
   names = raw.get('architectures')
   named = isinstance(names, list) and any('DFlash' in str(n) for n in names)
@@ -40,7 +39,9 @@ def is_drafter(raw: Mapping[str, Any]) -> bool:
 
 
 def drafter_config(
-  raw: Any, source_name: str = 'config.json', target_layers: int | None = None
+  raw: object,
+  source_name: str = 'config.json',
+  target_layers: int | None = None,
 ) -> DrafterConfig:
   """Translates the config.json of a DFlash drafter.
 
@@ -92,7 +93,7 @@ def with_attention_factor(
   return dataclasses.replace(config, rope_scaling=scaling)
 
 
-def _zlab(raw: Any, where: str) -> dict[str, Any]:
+def _zlab(raw: object, where: str) -> JsonObject:
   fields = Fields(_merge_dflash(raw, where), where)
   _check_architecture(fields, ZLAB)
   # Factors that only variants use; 1 has no effect.
@@ -117,7 +118,7 @@ def _zlab(raw: Any, where: str) -> dict[str, Any]:
   return arguments
 
 
-def _merge_dflash(raw: Any, where: str) -> dict[str, Any]:
+def _merge_dflash(raw: Any, where: str) -> JsonObject:
   """The keys of both levels; a key in both must have the same value."""
   fields = Fields(raw, where)
   nested = fields.get('dflash_config', {})
@@ -137,8 +138,8 @@ def _merge_dflash(raw: Any, where: str) -> dict[str, Any]:
 
 
 def _speculators(
-  raw: Any, where: str, target_layers: int | None
-) -> dict[str, Any]:
+  raw: object, where: str, target_layers: int | None
+) -> JsonObject:
   fields = Fields(raw, where)
   if fields.get('speculators_model_type') != 'dflash':
     kind = show(fields.get('speculators_model_type'))
@@ -181,7 +182,7 @@ def _check_architecture(fields: Fields, supported: str) -> None:
     )
 
 
-def _transformer(fields: Fields, where: str) -> dict[str, Any]:
+def _transformer(fields: Fields, where: str) -> JsonObject:
   """The keys of the transformer, which is Qwen3's."""
   settings = fields.get('quantization_config')
   if settings is not None and not is_inert(settings):
@@ -191,7 +192,7 @@ def _transformer(fields: Fields, where: str) -> dict[str, Any]:
   fields.fixed('hidden_act', 'silu')
   fields.fixed('partial_rotary_factor', 1)
   theta, scaling = read_rope(fields, where)
-  arguments: dict[str, Any] = {
+  arguments: JsonObject = {
     'num_hidden_layers': fields.integer('num_hidden_layers', least=1),
     'rms_norm_eps': fields.number('rms_norm_eps', above=0),
     'rope_theta': theta,
@@ -205,7 +206,7 @@ def _transformer(fields: Fields, where: str) -> dict[str, Any]:
   return arguments | _sliding(fields, arguments['num_hidden_layers'])
 
 
-def _sliding(fields: Fields, layers: int) -> dict[str, Any]:
+def _sliding(fields: Fields, layers: int) -> JsonObject:
   """`layer_types`, stated or by Qwen3's rule, and the window.
 
   Without `use_sliding_window` the window has no effect.
@@ -242,7 +243,7 @@ def _causal(fields: Fields) -> bool | None:
   return values.pop() if values else None
 
 
-def _swa(fields: Fields, arguments: dict[str, Any]) -> dict[str, Any]:
+def _swa(fields: Fields, arguments: JsonObject) -> JsonObject:
   """The drafter's own switch for a window in every layer, not in the block."""
   if not fields.boolean('use_swa', False):
     fields.get('swa_window_size')

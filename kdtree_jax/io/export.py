@@ -6,7 +6,6 @@ import os
 import pathlib
 import shutil
 from collections.abc import Generator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.io.checkpoint_config import model_config
 from kdtree_jax.io.drafter_config import ZLAB, drafter_config
 from kdtree_jax.io.files import (
+  JsonObject,
   StrPath,
   canonical_json,
   file_kind,
@@ -60,7 +60,7 @@ _SAME_IN_DRAFTER = (
 ).split()
 
 
-def target_json(config: ModelConfig, dtype: str = 'F32') -> dict[str, Any]:
+def target_json(config: ModelConfig, dtype: str = 'F32') -> JsonObject:
   """The config.json of a target.
 
   Args:
@@ -93,7 +93,7 @@ def target_json(config: ModelConfig, dtype: str = 'F32') -> dict[str, Any]:
   return raw
 
 
-def drafter_json(config: DrafterConfig, dtype: str = 'F32') -> dict[str, Any]:
+def drafter_json(config: DrafterConfig, dtype: str = 'F32') -> JsonObject:
   """The config.json of a drafter, in z-lab's layout.
 
   Raises:
@@ -121,7 +121,7 @@ def drafter_json(config: DrafterConfig, dtype: str = 'F32') -> dict[str, Any]:
   return raw
 
 
-def _rope_json(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+def _rope_json(theta: float, scaling: RopeScaling | None) -> JsonObject:
   if scaling is None:
     return {'rope_theta': theta, 'rope_scaling': None}
   fields = {k: getattr(scaling, k) for k in scaling.__dataclass_fields__}
@@ -130,7 +130,11 @@ def _rope_json(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
   return {'rope_theta': theta, 'rope_scaling': yarn}
 
 
-def _check_same(what: str, wanted: Any, got: Any) -> None:
+def _check_same(
+  what: str,
+  wanted: ModelConfig | DrafterConfig,
+  got: ModelConfig | DrafterConfig,
+) -> None:
   """Refuses a config that would come back different from its config.json."""
   for name in wanted.__dataclass_fields__:
     ours, theirs = getattr(wanted, name), getattr(got, name)
@@ -229,7 +233,7 @@ def _main_dtype(tensors: Mapping[str, np.ndarray]) -> str:
 
 def _write_model(
   folder: pathlib.Path,
-  raw: dict[str, Any],
+  raw: JsonObject,
   tensors: Mapping[str, np.ndarray],
   shard_bytes: int,
 ) -> None:
@@ -262,7 +266,7 @@ def _write_model(
 
 def read_extra(
   folder: pathlib.Path, default_name: str
-) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
+) -> tuple[str, JsonObject, dict[str, np.ndarray]]:
   """Name, recipe and golden answers of a folder, from its extra file.
 
   Without that file: the default name, and no answers.

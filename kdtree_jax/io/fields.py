@@ -7,10 +7,10 @@ from kdtree_jax.errors import show
 from kdtree_jax.io.tensors import CheckpointError
 from kdtree_jax.schema import MAX_INT, problem
 
-REQUIRED = object()
+REQUIRED: Any = object()
 
 
-def is_inert(value: Any) -> bool:
+def is_inert(value: object) -> bool:
   """Whether a switch of any meaning is off with this value."""
   return value is None or value is False or value in (0, '', [], {})
 
@@ -22,7 +22,7 @@ class Fields:
   file and the key.
   """
 
-  def __init__(self, raw: Any, where: str):
+  def __init__(self, raw: object, where: str):
     self._where = where
     if not isinstance(raw, Mapping):
       raise CheckpointError(f'{where}: {show(raw)} is not a JSON object')
@@ -48,20 +48,22 @@ class Fields:
       raise self.error(key, f'is {show(value)}, {why}')
     return value
 
-  def integer(self, key: str, default: Any = REQUIRED, least: int = 0) -> Any:
+  def integer[D](
+    self, key: str, default: D = REQUIRED, least: int = 0
+  ) -> int | D:
     value = self._typed(key, default, int)
     if value is not default and value < least:
       raise self.error(key, f'is {show(value)}, not in {least}..{MAX_INT}')
     return value
 
-  def number(
+  def number[D](
     self,
     key: str,
-    default: Any = REQUIRED,
+    default: D = REQUIRED,
     *,
     above: float | None = None,
     least: float | None = None,
-  ) -> Any:
+  ) -> float | D:
     value = self._typed(key, default, float)
     if value is default:
       return value
@@ -71,16 +73,18 @@ class Fields:
       raise self.error(key, f'is {show(value)}, below {least}')
     return float(value)
 
-  def boolean(self, key: str, default: Any = REQUIRED) -> Any:
+  def boolean[D](self, key: str, default: D = REQUIRED) -> bool | D:
     return self._typed(key, default, bool)
 
-  def string(self, key: str, default: Any = REQUIRED) -> Any:
+  def string[D](self, key: str, default: D = REQUIRED) -> str | D:
     return self._typed(key, default, str)
 
-  def tuple_of(self, kind: type, key: str, default: Any = REQUIRED) -> Any:
+  def tuple_of[K, D](
+    self, kind: type[K], key: str, default: D = REQUIRED
+  ) -> tuple[K, ...] | D:
     return self._typed(key, default, tuple[kind, ...])
 
-  def fixed(self, key: str, supported: Any) -> None:
+  def fixed(self, key: str, supported: object) -> None:
     """Refuses a key that is present with another than the supported value."""
     value = self.get(key)
     if value is None:

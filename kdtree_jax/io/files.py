@@ -14,6 +14,7 @@ from typing import Any, Literal
 from kdtree_jax.errors import UserError, show
 
 type StrPath = str | os.PathLike[str]
+type JsonObject = dict[str, Any]
 
 
 def show_more(names: Sequence[str]) -> str:
@@ -77,7 +78,7 @@ def parse_json(text: str | bytes) -> Any:
       nested too deeply.
   """
 
-  def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+  def pairs(items: list[tuple[str, Any]]) -> JsonObject:
     fields = dict(items)
     if len(fields) < len(items):
       seen = set()
@@ -94,7 +95,7 @@ def parse_json(text: str | bytes) -> Any:
     raise ValueError('nested too deeply') from None
 
 
-def canonical_json(value: Any) -> str:
+def canonical_json(value: object) -> str:
   """A JSON value as text with sorted keys, without spaces, in ASCII.
 
   Raises:

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from kdtree_jax.io.chat_template import SpecialTokenEscapes
-from kdtree_jax.io.files import one_line, show
+from kdtree_jax.io.files import JsonObject, one_line, show
 from kdtree_jax.io.tokenizer_files import (
   CONFIG_FILE,
   JSON_FILE,
@@ -32,7 +32,7 @@ class JsonBackend:
     first_ids: ids that its post-processor puts before a text.
   """
 
-  def __init__(self, files: TokenizerFiles, config: Mapping[str, Any]):
+  def __init__(self, files: TokenizerFiles, config: JsonObject):
     where = files.where(JSON_FILE)
     try:
       self._tokenizer = tokenizers.Tokenizer.from_buffer(files.data[JSON_FILE])
@@ -54,7 +54,7 @@ class JsonBackend:
     self._byte_level = 'ByteLevel' in kinds
     self._byte_tokens = 'ByteFallback' in kinds
 
-  def _add(self, added: Mapping[int, Mapping[str, Any]], where: str) -> None:
+  def _add(self, added: Mapping[int, JsonObject], where: str) -> None:
     """Adds tokens that only tokenizer_config.json has; checks the others."""
     present = self._tokenizer.get_added_tokens_decoder().values()
     known = {token.content for token in present}
@@ -174,7 +174,7 @@ def _is_special(token: tokenizers.AddedToken) -> bool:
   return token.special or not text.isalnum()
 
 
-def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
+def _added_token(entry: JsonObject) -> tokenizers.AddedToken:
   flags = {
     name: entry[name]
     for name in ('lstrip', 'rstrip', 'single_word', 'normalized', 'special')
@@ -183,7 +183,7 @@ def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
   return tokenizers.AddedToken(entry['content'], **flags)
 
 
-def _steps(part: Any, key: str) -> list[dict[str, Any]]:
+def _steps(part: Any, key: str) -> list[JsonObject]:
   """The steps of a decoder or post-processor, which may be a sequence."""
   if part is None:
     return []

@@ -29,6 +29,7 @@ from kdtree_jax.io.bundle import (
 )
 from kdtree_jax.io.digests import sha256
 from kdtree_jax.io.files import (
+  JsonObject,
   StrPath,
   canonical_json,
   file_kind,
@@ -204,7 +205,7 @@ def _flatten(bundle: Bundle) -> dict[str, np.ndarray]:
   return tensors
 
 
-def _entry(value: np.ndarray) -> dict[str, Any]:
+def _entry(value: np.ndarray) -> JsonObject:
   """The manifest's entry for a contiguous tensor."""
   return {
     'dtype': dtype_name(value.dtype),
@@ -232,7 +233,7 @@ def _manifest(bundle: Bundle, tensors: Mapping[str, np.ndarray]) -> str:
   return text
 
 
-def _digest_of(manifest: Mapping[str, Any]) -> str:
+def _digest_of(manifest: JsonObject) -> str:
   """The digest of a manifest without its own digest."""
   return sha256({k: v for k, v in manifest.items() if k != 'sha256'})
 

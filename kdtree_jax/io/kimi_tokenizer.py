@@ -4,10 +4,9 @@ import base64
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from kdtree_jax.io.chat_template import SpecialTokenEscapes, one_of
-from kdtree_jax.io.files import one_line, show
+from kdtree_jax.io.files import JsonObject, one_line, show
 from kdtree_jax.io.tokenizer_files import (
   CONFIG_FILE,
   KIMI_FILE,
@@ -49,7 +48,7 @@ class KimiBackend:
     first_ids: empty; only tokenizer_config.json asks for a first token.
   """
 
-  def __init__(self, files: TokenizerFiles, config: Mapping[str, Any]):
+  def __init__(self, files: TokenizerFiles, config: JsonObject):
     where = files.where(KIMI_FILE)
     try:
       import tiktoken
@@ -161,7 +160,7 @@ def _ranks(data: bytes, where: str) -> dict[bytes, int]:
 
 def special_tokens(
   files: TokenizerFiles,
-  config: Mapping[str, Any],
+  config: JsonObject,
   ranks: Mapping[bytes, int] | None = None,
 ) -> dict[str, int]:
   """Ids of the special tokens by name; needs no tiktoken.

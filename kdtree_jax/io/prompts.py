@@ -45,7 +45,7 @@ def read_prompts(path: StrPath) -> list[Prompt]:
   return list(prompts.values())
 
 
-def _prompt(fields: Any, where: str, index: int) -> Prompt:
+def _prompt(fields: object, where: str, index: int) -> Prompt:
   if not isinstance(fields, Mapping):
     raise UserError(f'{where}: {show(fields)} is not a JSON object')
   if ('prompt' in fields) == ('turns' in fields):

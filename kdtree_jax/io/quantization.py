@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from kdtree_jax.io.fields import Fields, is_inert
 from kdtree_jax.io.files import show
@@ -87,7 +86,7 @@ def read_quantization(fields: Fields, where: str) -> Quantization | None:
   raise _refused(inner, 'quant_method', _name_of(raw, method))
 
 
-def _name_of(raw: Mapping[str, Any], method: Any) -> str:
+def _name_of(raw: Mapping[str, object], method: object) -> str:
   """The usual name of a method that is refused."""
   name = show(method, 40)
   if isinstance(method, str):

@@ -13,6 +13,7 @@ import numpy as np
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import (
+  JsonObject,
   StrPath,
   file_kind,
   parse_json,
@@ -25,7 +26,7 @@ from kdtree_jax.io.files import (
 STANDARD_INPUT = '-'
 
 
-def write_jsonl(path: StrPath, records: Iterable[Mapping[str, Any]]) -> None:
+def write_jsonl(path: StrPath, records: Iterable[JsonObject]) -> None:
   """Replaces a file atomically by records, one JSON object a line.
 
   Args:
@@ -61,11 +62,11 @@ class JsonLines:
   def __enter__(self) -> 'JsonLines':
     return self
 
-  def __exit__(self, *_: Any) -> None:
+  def __exit__(self, *_: object) -> None:
     if self._file is not None:
       self._file.close()
 
-  def write(self, record: Mapping[str, Any]) -> None:
+  def write(self, record: JsonObject) -> None:
     """Adds a line.
 
     Raises:
@@ -155,7 +156,7 @@ def read_jsonl(path: StrPath) -> Iterator[tuple[int, Any]]:
     yield number, value
 
 
-def _line(path: StrPath, index: int, record: Any) -> bytes:
+def _line(path: StrPath, index: int, record: object) -> bytes:
   try:
     if not isinstance(record, Mapping):
       raise TypeError(f'a {type(record).__name__} is not a JSON object')
@@ -170,7 +171,7 @@ def _line(path: StrPath, index: int, record: Any) -> bytes:
   return text.encode() + b'\n'
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
   """Scalars and arrays of NumPy and JAX as values that `json` knows."""
   if isinstance(value, Mapping):
     return dict(value)

@@ -3,14 +3,14 @@
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import kimi_tokenizer
 from kdtree_jax.io.chat_template import ChatTemplate, one_of
 from kdtree_jax.io.checkpoint_config import eos_ids, text_config
 from kdtree_jax.io.fields import Fields
-from kdtree_jax.io.files import StrPath, show
+from kdtree_jax.io.files import JsonObject, StrPath, show
 from kdtree_jax.io.json_tokenizer import JsonBackend
 from kdtree_jax.io.kdtr import Bundle
 from kdtree_jax.io.tensors import CheckpointError, read_json
@@ -44,14 +44,12 @@ class StopIds(NamedTuple):
     return tuple(dict.fromkeys(i for ids in self.sources.values() for i in ids))
 
 
-def stop_ids(
-  directory: StrPath, raw_config: Mapping[str, Any]
-) -> tuple[int, ...]:
+def stop_ids(directory: StrPath, raw_config: JsonObject) -> tuple[int, ...]:
   """All ids of `read_stop_ids`."""
   return read_stop_ids(directory, raw_config).ids
 
 
-def read_stop_ids(directory: StrPath, raw_config: Mapping[str, Any]) -> StopIds:
+def read_stop_ids(directory: StrPath, raw_config: JsonObject) -> StopIds:
   """Stop tokens of config.json, generation_config.json and the tokenizer.
 
   Chat models state the end of a turn in one of them and the end of a text in
@@ -133,7 +131,7 @@ def _with_tokenizer(
 
 
 def _names(
-  files: TokenizerFiles, config: Mapping[str, Any]
+  files: TokenizerFiles, config: JsonObject
 ) -> Mapping[str, int] | None:
   """Ids of a tokenizer's special tokens by name; None without a tokenizer."""
   if JSON_FILE in files.data:
@@ -149,7 +147,7 @@ def _names(
 
 
 def _by_tokenizer(
-  files: TokenizerFiles, config: Mapping[str, Any], names: Mapping[str, int]
+  files: TokenizerFiles, config: JsonObject, names: Mapping[str, int]
 ) -> dict[str, tuple[int, ...]]:
   """Stop tokens by the part of the tokenizer's files that states them."""
   found: dict[str, tuple[int, ...]] = {}

@@ -5,7 +5,7 @@ import mmap
 import pathlib
 import stat
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import (
+  JsonObject,
   StrPath,
   file_kind,
   one_line,
@@ -93,7 +94,7 @@ def dtype_name(dtype: np.dtype) -> str:
   return _DTYPE_NAMES.get(dtype, str(dtype))
 
 
-def read_json(path: StrPath) -> dict[str, Any]:
+def read_json(path: StrPath) -> JsonObject:
   """The JSON object in a file.
 
   Raises:
@@ -113,7 +114,7 @@ def read_json(path: StrPath) -> dict[str, Any]:
 
 def json_object(
   data: bytes, where: str, error: type[UserError] = CheckpointError
-) -> dict[str, Any]:
+) -> JsonObject:
   """The JSON object in the bytes of a file; raises as `read_json`."""
   try:
     fields = parse_json(data)
@@ -354,7 +355,7 @@ def _folder_files(
   return tuple(folder / shard for shard in shards), weight_map
 
 
-def _check_shard_name(index: pathlib.Path, name: str, shard: Any) -> None:
+def _check_shard_name(index: pathlib.Path, name: str, shard: object) -> None:
   """Refuses a shard that is no plain file name, and so in another folder.
 
   Links are allowed: in the cache of huggingface_hub, all files are links.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsInt
 
 from kdtree_jax.io.chat_template import ChatTemplate
-from kdtree_jax.io.files import StrPath, file_kind, one_line, show
+from kdtree_jax.io.files import JsonObject, StrPath, file_kind, one_line, show
 from kdtree_jax.io.json_tokenizer import JsonBackend
 from kdtree_jax.io.kdtr import read_tokenizer
 from kdtree_jax.io.kimi_tokenizer import KIMI_PATTERN, KimiBackend
@@ -46,7 +46,7 @@ class Tokenizer:
   """
 
   def __init__(
-    self, backend: _Backend, config: Mapping[str, Any], files: TokenizerFiles
+    self, backend: _Backend, config: JsonObject, files: TokenizerFiles
   ):
     self._backend, self._home = backend, files.home
     self._first_ids = _first_ids(backend, config, files.where(CONFIG_FILE))
@@ -135,7 +135,7 @@ def text_stream(decode: Callable[[list[int]], str]) -> TextStream:
 
 
 def _first_ids(
-  backend: _Backend, config: Mapping[str, Any], where: str
+  backend: _Backend, config: JsonObject, where: str
 ) -> tuple[int, ...]:
   """Ids that begin every text; `add_bos_token` overrules tokenizer.json."""
   stated = config.get('add_bos_token')

@@ -2,11 +2,11 @@
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.bundle import TOKENIZER_FILES
-from kdtree_jax.io.files import show
+from kdtree_jax.io.files import JsonObject, show
 from kdtree_jax.io.tensors import json_object
 
 JSON_FILE, KIMI_FILE = 'tokenizer.json', 'tiktoken.model'
@@ -31,7 +31,7 @@ class TokenizerFiles(NamedTuple):
   def where(self, name: str) -> str:
     return f'{self.home}/{name}'
 
-  def config(self) -> Mapping[str, Any]:
+  def config(self) -> JsonObject:
     """tokenizer_config.json, parsed; empty if there is none."""
     if CONFIG_FILE not in self.data:
       return {}
@@ -57,16 +57,14 @@ def read_files(folder: pathlib.Path) -> dict[str, bytes]:
   return data
 
 
-def token_text(value: Any) -> str | None:
+def token_text(value: object) -> str | None:
   """The text of a token, given as a string or as an object with `content`."""
   if isinstance(value, Mapping):
     value = value.get('content')
   return value if isinstance(value, str) else None
 
 
-def added_tokens(
-  config: Mapping[str, Any], where: str
-) -> dict[int, Mapping[str, Any]]:
+def added_tokens(config: JsonObject, where: str) -> dict[int, JsonObject]:
   """The entries of `added_tokens_decoder` by id, in the order of ids.
 
   Args:
@@ -79,7 +77,7 @@ def added_tokens(
   raw = config.get('added_tokens_decoder') or {}
   if not isinstance(raw, Mapping):
     raise TokenizerError(f'{where}: added_tokens_decoder is no object')
-  found: dict[int, Mapping[str, Any]] = {}
+  found: dict[int, JsonObject] = {}
   for key, value in raw.items():
     text = token_text(value)
     if text == '':
@@ -91,6 +89,6 @@ def added_tokens(
         f'{where}: added_tokens_decoder: {show(key)} is {show(value, 60)}, no '
         'id with a token'
       )
-    entry = value if isinstance(value, Mapping) else {'content': text}
+    entry = value if isinstance(value, dict) else {'content': text}
     found[int(key)] = entry
   return dict(sorted(found.items()))

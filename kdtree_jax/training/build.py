@@ -6,7 +6,6 @@ import itertools
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -14,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.digests import tokenizer_digest
-from kdtree_jax.io.files import write_atomically
+from kdtree_jax.io.files import JsonObject, write_atomically
 from kdtree_jax.training.corpus import (
   END_OF_TEXT,
   MANIFEST,
@@ -48,7 +47,7 @@ def build_corpus(
   output: pathlib.Path,
   vocab_size: int,
   max_tokens: int | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
   """Writes a corpus that `corpus.read_corpus` reads.
 
   Args:
@@ -85,7 +84,7 @@ def build_corpus(
   tokenizer = train_tokenizer(sample, vocab_size)
   tokenizer_json = tokenizer.to_str().encode()
   _make_folder(output)
-  manifest: dict[str, Any] = {
+  manifest: JsonObject = {
     'vocab_size': tokenizer.get_vocab_size(),
     'tokenizer': tokenizer_digest({TOKENIZER: tokenizer_json}, TOKENIZER),
     'tokenizer_bytes': sum(len(text.encode()) for text in sample),
@@ -141,7 +140,7 @@ def train_tokenizer(
 
 def encode_documents(
   tokenizer: tokenizers.Tokenizer, documents: Sequence[Document]
-) -> tuple[np.ndarray, list[dict[str, Any]]]:
+) -> tuple[np.ndarray, list[JsonObject]]:
   """Documents as one stream of ids, and their manifest entries."""
   end = tokenizer.token_to_id(END_OF_TEXT)
   size = max(tokenizer.get_vocab().values()) + 1
@@ -170,8 +169,8 @@ def _up_to(texts: Sequence[str], max_size: int) -> list[str]:
 
 
 def _cut(
-  tokens: np.ndarray, files: list[dict[str, Any]], max_tokens: int
-) -> tuple[np.ndarray, list[dict[str, Any]]]:
+  tokens: np.ndarray, files: list[JsonObject], max_tokens: int
+) -> tuple[np.ndarray, list[JsonObject]]:
   """The first documents of at most `max_tokens` tokens, at least one."""
   ends = np.cumsum([file['tokens'] for file in files])
   count = max(1, int(np.searchsorted(ends, max_tokens, side='right')))

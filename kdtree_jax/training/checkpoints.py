@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import (
+  JsonObject,
   canonical_json,
   one_line,
   parse_json,
@@ -37,7 +38,7 @@ class TrainingRun:
     records: the records of `metrics.jsonl`, in order.
   """
 
-  def __init__(self, folder: pathlib.Path, identity: Mapping[str, Any]):
+  def __init__(self, folder: pathlib.Path, identity: JsonObject):
     """Opens or makes the folder.
 
     Args:
@@ -48,7 +49,7 @@ class TrainingRun:
       UserError: the folder holds another run or cannot be made.
     """
     self.folder = folder
-    self.records: list[dict[str, Any]] = []
+    self.records: list[JsonObject] = []
     logging.getLogger('absl').setLevel(logging.WARNING)
     text = canonical_json(json.loads(json.dumps(identity)))
     path = folder / RUN
@@ -118,7 +119,7 @@ class TrainingRun:
     finally:
       logger.setLevel(level)
 
-  def log(self, record: Mapping[str, Any]) -> None:
+  def log(self, record: JsonObject) -> None:
     """Adds a record, which has a `step`, and rewrites `metrics.jsonl`.
 
     Raises:
@@ -135,13 +136,13 @@ class TrainingRun:
       self._manager.close()
 
 
-def _record(record: Any, number: int) -> dict[str, Any]:
+def _record(record: object, number: int) -> JsonObject:
   if not isinstance(record, dict) or type(record.get('step')) is not int:
     raise ValueError(f'{METRICS}: line {number} is no record of a step')
   return record
 
 
-def check_metrics(step: int, record: Mapping[str, Any]) -> None:
+def check_metrics(step: int, record: JsonObject) -> None:
   """Refuses metrics of a run that diverged.
 
   Raises:
@@ -174,11 +175,11 @@ def _differences(there: bytes, text: str) -> str:
   return f' ({shown})' if parts else ''
 
 
-def _difference(name: str, there: Any, here: Any) -> str:
+def _difference(name: str, there: object, here: object) -> str:
   return f'{name} is {show(there, 20)} there and {show(here, 20)} here'
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
   """A value as JSON, floats rounded to six digits."""
   value = np.asarray(value)
   if value.dtype.kind != 'f':

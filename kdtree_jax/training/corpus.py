@@ -11,14 +11,13 @@ import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import tokenizers
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.digests import sha256, short, tokenizer_digest
-from kdtree_jax.io.files import StrPath, one_line, parse_json
+from kdtree_jax.io.files import JsonObject, StrPath, one_line, parse_json
 from kdtree_jax.training.streams import (
   as_ids,
   check_stream,
@@ -49,7 +48,7 @@ class Corpus:
   """
 
   folder: pathlib.Path
-  manifest: dict[str, Any]
+  manifest: JsonObject
   vocab_size: int
   end_of_text: int
   mask: int
@@ -96,7 +95,7 @@ class Corpus:
       )
     return tokens
 
-  def identity(self, *splits: str) -> dict[str, Any]:
+  def identity(self, *splits: str) -> JsonObject:
     """Digests by which these splits of two corpora are compared, as JSON."""
     return {
       'tokenizer': self.tokenizer_digest,

@@ -118,7 +118,7 @@ def frozen_forward(
   return lax.stop_gradient(out)
 
 
-def _is_quantised(value: Any) -> bool:
+def _is_quantised(value: object) -> bool:
   return isinstance(value, QuantizedArray)
 
 

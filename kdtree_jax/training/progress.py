@@ -28,7 +28,7 @@ class TrainingProgress:
     self._bar.start()
     return self
 
-  def __exit__(self, *_: Any) -> None:
+  def __exit__(self, *_: object) -> None:
     self._bar.stop()
 
   def show(self, step: int, *, loss: float, tokens_per_second: float) -> None:
