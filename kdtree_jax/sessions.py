@@ -22,8 +22,7 @@ from kdtree_jax.decode.state import (
 )
 from kdtree_jax.errors import UserError
 from kdtree_jax.generation import Prompts, Request, prepare
-from kdtree_jax.io.text_stream import StopStrings
-from kdtree_jax.io.tokenizer import text_stream
+from kdtree_jax.io.tokenizer import StopStrings, text_stream
 from kdtree_jax.options import GenerateKeywords, GenerateOptions
 from kdtree_jax.schema import MAX_INT
 

@@ -15,14 +15,8 @@ from kdtree_jax.io.checkpoint_tensors import (
 from kdtree_jax.io.files import JsonObject, show, show_more
 from kdtree_jax.io.finite import all_finite
 from kdtree_jax.io.tensors import FLOAT_DTYPES, dtype_name
+from kdtree_jax.io.tokenizer_files import TOKENIZER_FILES
 
-# The tokenizer's files of a checkpoint's folder, kept byte for byte.
-TOKENIZER_FILES = (
-  'tokenizer.json',
-  'tiktoken.model',
-  'tokenizer_config.json',
-  'chat_template.jinja',
-)
 # Golden token ids; other golden tensors may have any name and shape.
 GOLDEN_IDS = ('prompt', 'ar_tokens')
 

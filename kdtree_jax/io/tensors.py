@@ -62,31 +62,25 @@ class TensorSource(Protocol):
 
   def names(self) -> tuple[str, ...]:
     """All names, sorted."""
-    ...
 
   def shape(self, name: str) -> tuple[int, ...]:
     """The shape of a tensor, without reading it."""
-    ...
 
   def dtype(self, name: str) -> str:
     """The dtype as safetensors spells it: `F32`, `BF16`, ..."""
-    ...
-
-  def read(self, name: str) -> np.ndarray:
-    """The tensor; bfloat16 and float8 as the dtypes of ml_dtypes."""
-    ...
 
   def view(self, name: str) -> np.ndarray:
     """The tensor in the source's memory; not to be written or kept."""
-    ...
+
+  def read(self, name: str) -> np.ndarray:
+    """A copy of the tensor; bfloat16 and float8 as the dtypes of ml_dtypes."""
+    return self.view(name).copy()
 
   def prefetch(self, names: Iterable[str]) -> None:
     """Announces tensors that will be viewed soon."""
-    ...
 
   def release(self, name: str) -> None:
     """Announces that a view is no longer used: its memory may be freed."""
-    ...
 
 
 def dtype_name(dtype: np.dtype) -> str:
@@ -208,7 +202,7 @@ class _MappedFile:
       self._map.madvise(advice, begin, end - begin)
 
 
-class SafetensorsSource:
+class SafetensorsSource(TensorSource):
   """A safetensors file, or a folder with one file or with indexed shards.
 
   Headers are read and compared with the index; data is mapped.
@@ -279,9 +273,6 @@ class SafetensorsSource:
     """The metadata of the header, or of all shards together."""
     return dict(self._metadata)
 
-  def read(self, name: str) -> np.ndarray:
-    return self.view(name).copy()
-
   def view(self, name: str) -> np.ndarray:
     return self._find(name).view(name)
 
@@ -294,7 +285,7 @@ class SafetensorsSource:
     self._find(name).advise(name, mmap.MADV_DONTNEED)
 
 
-class MappingSource:
+class MappingSource(TensorSource):
   """Tensors that are in memory already, for instance those of a bundle."""
 
   def __init__(self, tensors: Mapping[str, np.ndarray]):
@@ -314,17 +305,8 @@ class MappingSource:
   def dtype(self, name: str) -> str:
     return dtype_name(self._find(name).dtype)
 
-  def read(self, name: str) -> np.ndarray:
-    return self._find(name)
-
   def view(self, name: str) -> np.ndarray:
-    return self.read(name)
-
-  def prefetch(self, names: Iterable[str]) -> None:
-    del names
-
-  def release(self, name: str) -> None:
-    del name
+    return self._find(name)
 
 
 def _folder_files(

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kdtree_jax.errors import UserError
-from kdtree_jax.io.bundle import TOKENIZER_FILES
 from kdtree_jax.io.files import JsonObject, show
 from kdtree_jax.io.tensors import json_object
 
 JSON_FILE, KIMI_FILE = 'tokenizer.json', 'tiktoken.model'
 CONFIG_FILE, TEMPLATE_FILE = 'tokenizer_config.json', 'chat_template.jinja'
+TOKENIZER_FILES = (JSON_FILE, KIMI_FILE, CONFIG_FILE, TEMPLATE_FILE)
 
 
 class TokenizerError(UserError):

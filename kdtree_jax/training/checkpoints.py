@@ -160,23 +160,24 @@ def check_metrics(step: int, record: JsonObject) -> None:
 
 def _differences(there: bytes, text: str) -> str:
   """The differences of two identities, in brackets."""
-  ours, theirs = json.loads(text), parse_json(there)
-  if not isinstance(theirs, dict):
-    return ''
-  parts = []
-  for key in sorted({*ours, *theirs}):
-    a, b = ours.get(key), theirs.get(key)
-    if isinstance(a, dict) and isinstance(b, dict):
-      inner = sorted(k for k in {*a, *b} if a.get(k) != b.get(k))
-      parts += [_difference(f'{key}.{k}', b.get(k), a.get(k)) for k in inner]
-    elif a != b:
-      parts.append(_difference(key, b, a))
+  theirs, ours = _flat(parse_json(there)), _flat(json.loads(text))
+  parts = [
+    f'{key} is {show(theirs.get(key), 20)} there and '
+    f'{show(ours.get(key), 20)} here'
+    for key in sorted({*theirs, *ours})
+    if theirs.get(key) != ours.get(key)
+  ]
   shown = ', '.join(parts[:4] + ['...'] * (len(parts) > 4))
   return f' ({shown})' if parts else ''
 
 
-def _difference(name: str, there: object, here: object) -> str:
-  return f'{name} is {show(there, 20)} there and {show(here, 20)} here'
+def _flat(value: object) -> JsonObject:
+  """The keys of an object, those of objects in it as `key.inner`."""
+  flat: JsonObject = {}
+  for key, item in value.items() if isinstance(value, dict) else ():
+    inner = item.items() if isinstance(item, dict) else [('', item)]
+    flat |= {f'{key}.{k}'.rstrip('.'): v for k, v in inner}
+  return flat
 
 
 def _number(value: object) -> object:

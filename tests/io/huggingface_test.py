@@ -434,7 +434,7 @@ WEIGHT_FAULTS = {
 class Unread(MappingSource):
   """Fails if anything is read: faults must show in the headers."""
 
-  def read(self, name):
+  def view(self, name):
     raise AssertionError(name)
 
 

@@ -7,8 +7,12 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtree_jax.io.text_stream import StopStrings, WindowDecoder
-from kdtree_jax.io.tokenizer import load_tokenizer, text_stream
+from kdtree_jax.io.tokenizer import (
+  StopStrings,
+  WindowDecoder,
+  load_tokenizer,
+  text_stream,
+)
 from tests.io import fixtures
 from tests.io.tokenizer_test import write_ranks
 
