@@ -23,7 +23,7 @@ from kdtree_jax.io.digests import short, weights_digest
 from kdtree_jax.io.export import read_extra
 from kdtree_jax.io.files import file_kind
 from kdtree_jax.io.tensors import MappingSource, SafetensorsSource
-from kdtree_jax.io.tokenizer import read_files
+from kdtree_jax.io.tokenizer_files import read_files
 from kdtree_jax.keys import Purpose, key_for
 from kdtree_jax.model import abstract_params
 from kdtree_jax.model.random_params import random_params

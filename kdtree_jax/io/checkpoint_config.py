@@ -35,6 +35,11 @@ HOUSEKEEPING = frozenset(
   'temperature top_k top_p torch_dtype transformers_version typical_p '
   'use_cache'.split()
 )
+_SIZES = (
+  'vocab_size hidden_size num_hidden_layers num_attention_heads kv_lora_rank '
+  'qk_nope_head_dim qk_rope_head_dim v_head_dim intermediate_size '
+  'max_position_embeddings'
+).split()
 _IGNORED_IN_TARGET = HOUSEKEEPING | {
   # Training only.
   'aux_loss_alpha',
@@ -191,13 +196,11 @@ def model_config(raw: object, source_name: str = 'config.json') -> ModelConfig:
   quantization(raw, source_name)  # Refuses unsupported methods.
   fields.fixed('hidden_act', 'silu')
   fields.fixed('partial_rotary_factor', 1)
-  arguments = _attention_arguments(fields, where) | _mlp_arguments(fields, kind)
+  arguments = fields.sizes(_SIZES)
+  arguments |= _attention_arguments(fields, where, arguments)
+  arguments |= _mlp_arguments(fields, kind)
   arguments |= {
-    'vocab_size': fields.integer('vocab_size', least=1),
     'tie_word_embeddings': fields.boolean('tie_word_embeddings', False),
-    'max_position_embeddings': fields.integer(
-      'max_position_embeddings', least=1
-    ),
     'eos_token_id': eos_ids(fields),
   }
   fields.finish(_IGNORED_IN_TARGET)
@@ -218,22 +221,16 @@ def _check_classes(fields: Fields, kind: str) -> None:
       )
 
 
-def _attention_arguments(fields: Fields, where: str) -> dict[str, Any]:
-  heads = fields.integer('num_attention_heads', least=1)
-  nope = fields.integer('qk_nope_head_dim', least=1)
-  rope = fields.integer('qk_rope_head_dim', least=1)
+def _attention_arguments(
+  fields: Fields, where: str, sizes: dict[str, Any]
+) -> dict[str, Any]:
   # Redundant in this family, so they must agree.
-  fields.fixed('qk_head_dim', nope + rope)
-  fields.fixed('num_key_value_heads', heads)
+  width = sizes['qk_nope_head_dim'] + sizes['qk_rope_head_dim']
+  fields.fixed('qk_head_dim', width)
+  fields.fixed('num_key_value_heads', sizes['num_attention_heads'])
   theta, scaling = read_rope(fields, where)
   return {
-    'hidden_size': fields.integer('hidden_size', least=1),
-    'num_attention_heads': heads,
     'q_lora_rank': fields.integer('q_lora_rank', None, least=1),
-    'kv_lora_rank': fields.integer('kv_lora_rank', least=1),
-    'qk_nope_head_dim': nope,
-    'qk_rope_head_dim': rope,
-    'v_head_dim': fields.integer('v_head_dim', least=1),
     'rms_norm_eps': fields.number('rms_norm_eps', above=0),
     # transformers uses its default for these norms, not rms_norm_eps.
     'latent_norm_eps': fields.number('latent_norm_eps', 1e-6, above=0),
@@ -247,8 +244,6 @@ def _attention_arguments(fields: Fields, where: str) -> dict[str, Any]:
 def _mlp_arguments(fields: Fields, kind: str) -> dict[str, Any]:
   v2, glm = kind == 'deepseek_v2', kind == 'glm4_moe_lite'
   arguments = {
-    'num_hidden_layers': fields.integer('num_hidden_layers', least=1),
-    'intermediate_size': fields.integer('intermediate_size', least=1),
     'moe_layer_freq': fields.integer('moe_layer_freq', 1, least=1),
     'first_k_dense_replace': fields.integer(
       'first_k_dense_replace', 1 if glm else 0
@@ -261,18 +256,19 @@ def _mlp_arguments(fields: Fields, kind: str) -> dict[str, Any]:
     ),
     'topk_method': fields.string('topk_method', 'greedy' if v2 else 'noaux_tc'),
   }
-  stated = REQUIRED if arguments['n_routed_experts'] else 0
-  grouped = stated is REQUIRED and arguments['topk_method'] != 'greedy'
+  is_moe = arguments['n_routed_experts'] > 0
   normalise = fields.boolean(
-    'norm_topk_prob', REQUIRED if stated is REQUIRED and not v2 else False
+    'norm_topk_prob', REQUIRED if is_moe and not v2 else False
   )
-  if v2 and normalise and stated is REQUIRED:
+  if v2 and normalise and is_moe:
     raise fields.error(
       'norm_topk_prob',
       'is True, which transformers ignores for deepseek_v2 and others do not; '
       'only False is supported',
     )
+  grouped = is_moe and arguments['topk_method'] != 'greedy'
   groups = REQUIRED if grouped and not glm else 1
+  stated = REQUIRED if is_moe else 0
   return arguments | {
     'moe_intermediate_size': fields.integer('moe_intermediate_size', stated),
     'num_experts_per_tok': fields.integer('num_experts_per_tok', stated),
@@ -280,6 +276,6 @@ def _mlp_arguments(fields: Fields, kind: str) -> dict[str, Any]:
     'topk_group': fields.integer('topk_group', groups, least=1),
     'norm_topk_prob': normalise and not v2,
     'routed_scaling_factor': fields.number(
-      'routed_scaling_factor', REQUIRED if stated is REQUIRED else 1.0
+      'routed_scaling_factor', REQUIRED if is_moe else 1.0
     ),
   }

@@ -25,8 +25,8 @@ _IGNORED_IN_SPECULATORS = HOUSEKEEPING | {
   'speculators_model_type',
 }
 _SIZES = (
-  'hidden_size num_attention_heads num_key_value_heads head_dim '
-  'intermediate_size vocab_size'
+  'hidden_size num_hidden_layers num_attention_heads num_key_value_heads '
+  'head_dim intermediate_size vocab_size max_position_embeddings'
 ).split()
 
 
@@ -192,17 +192,12 @@ def _transformer(fields: Fields, where: str) -> JsonObject:
   fields.fixed('hidden_act', 'silu')
   fields.fixed('partial_rotary_factor', 1)
   theta, scaling = read_rope(fields, where)
-  arguments: JsonObject = {
-    'num_hidden_layers': fields.integer('num_hidden_layers', least=1),
+  arguments = fields.sizes(_SIZES) | {
     'rms_norm_eps': fields.number('rms_norm_eps', above=0),
     'rope_theta': theta,
     'rope_scaling': scaling,
     'attention_bias': fields.boolean('attention_bias', False),
-    'max_position_embeddings': fields.integer(
-      'max_position_embeddings', least=1
-    ),
   }
-  arguments |= {key: fields.integer(key, least=1) for key in _SIZES}
   return arguments | _sliding(fields, arguments['num_hidden_layers'])
 
 

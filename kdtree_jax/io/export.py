@@ -1,6 +1,7 @@
 """Bundles as checkpoint folders in the Hugging Face layout."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -44,20 +45,15 @@ _ARCHITECTURES = {
   'glm4_moe_lite': 'Glm4MoeLiteForCausalLM',
 }
 _TORCH_DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
-_SAME_IN_TARGET = (
-  'vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank '
-  'kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim '
-  'intermediate_size moe_intermediate_size n_routed_experts '
-  'num_experts_per_tok n_shared_experts first_k_dense_replace '
-  'moe_layer_freq n_group topk_group topk_method scoring_func '
-  'norm_topk_prob routed_scaling_factor rms_norm_eps rope_interleave '
-  'attention_bias tie_word_embeddings max_position_embeddings'
-).split()
-_SAME_IN_DRAFTER = (
-  'hidden_size num_hidden_layers num_attention_heads num_key_value_heads '
-  'head_dim intermediate_size vocab_size block_size num_target_layers '
-  'rms_norm_eps attention_bias max_position_embeddings'
-).split()
+# Fields that a config.json states in another form, or not at all.
+_OTHER_IN_TARGET = frozenset(
+  'rope_theta rope_scaling mlp_layer_types latent_norm_eps eos_token_id'.split()
+)
+_OTHER_IN_DRAFTER = frozenset(
+  'rope_theta rope_scaling mask_token_id target_layer_ids layer_types '
+  'sliding_window window_from_root causal draft_vocab_size '
+  'own_embedding'.split()
+)
 
 
 def target_json(config: ModelConfig, dtype: str = 'F32') -> JsonObject:
@@ -73,7 +69,7 @@ def target_json(config: ModelConfig, dtype: str = 'F32') -> JsonObject:
   kind = 'deepseek_v2' if config.scoring_func == 'softmax' else 'deepseek_v3'
   if config.mlp_layer_types is not None:
     kind = 'glm4_moe_lite'
-  raw = {name: getattr(config, name) for name in _SAME_IN_TARGET}
+  raw = _same_fields(config, _OTHER_IN_TARGET)
   raw |= _rope_json(config.rope_theta, config.rope_scaling)
   eos = list(config.eos_token_id)
   raw |= {
@@ -99,7 +95,7 @@ def drafter_json(config: DrafterConfig, dtype: str = 'F32') -> JsonObject:
   Raises:
     UserError: the drafter has its own embedding or head.
   """
-  raw = {name: getattr(config, name) for name in _SAME_IN_DRAFTER}
+  raw = _same_fields(config, _OTHER_IN_DRAFTER)
   raw |= _rope_json(config.rope_theta, config.rope_scaling)
   raw |= {
     'architectures': [ZLAB],
@@ -119,6 +115,14 @@ def drafter_json(config: DrafterConfig, dtype: str = 'F32') -> JsonObject:
     raw['sliding_window'] = config.sliding_window
   _check_same('drafter', config, drafter_config(raw, 'config.json'))
   return raw
+
+
+def _same_fields(
+  config: ModelConfig | DrafterConfig, others: frozenset[str]
+) -> JsonObject:
+  """The fields of a config, without those that need another form."""
+  names = (field.name for field in dataclasses.fields(config))
+  return {name: getattr(config, name) for name in names if name not in others}
 
 
 def _rope_json(theta: float, scaling: RopeScaling | None) -> JsonObject:

@@ -1,6 +1,6 @@
 """Strict, typed access to the keys of a foreign JSON object."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kdtree_jax.errors import show
@@ -55,6 +55,10 @@ class Fields:
     if value is not default and value < least:
       raise self.error(key, f'is {show(value)}, not in {least}..{MAX_INT}')
     return value
+
+  def sizes(self, keys: Iterable[str]) -> dict[str, Any]:
+    """Required integers of at least 1, by key."""
+    return {key: self.integer(key, least=1) for key in keys}
 
   def number[D](
     self,

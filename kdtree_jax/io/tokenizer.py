@@ -13,7 +13,7 @@ from kdtree_jax.io.chat_template import ChatTemplate
 from kdtree_jax.io.files import JsonObject, StrPath, file_kind, one_line, show
 from kdtree_jax.io.json_tokenizer import JsonBackend
 from kdtree_jax.io.kdtr import read_tokenizer
-from kdtree_jax.io.kimi_tokenizer import KIMI_PATTERN, KimiBackend
+from kdtree_jax.io.kimi_tokenizer import KimiBackend
 from kdtree_jax.io.tokenizer_files import (
   CONFIG_FILE,
   JSON_FILE,
@@ -23,19 +23,6 @@ from kdtree_jax.io.tokenizer_files import (
   read_files,
   token_text,
 )
-
-__all__ = (
-  'KIMI_PATTERN',
-  'StopStrings',
-  'StreamDecoder',
-  'Tokenizer',
-  'TokenizerError',
-  'WindowDecoder',
-  'load_tokenizer',
-  'read_files',
-  'text_stream',
-)
-
 
 _Backend = JsonBackend | KimiBackend
 

@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtree_jax.errors import UserError
+from kdtree_jax.io.kimi_tokenizer import KIMI_PATTERN
 from kdtree_jax.io.prompts import read_prompts
-from kdtree_jax.io.tokenizer import (
-  KIMI_PATTERN,
-  TokenizerError,
-  load_tokenizer,
-)
+from kdtree_jax.io.tokenizer import load_tokenizer
+from kdtree_jax.io.tokenizer_files import TokenizerError
 from tests.io import fixtures
 
 TEXTS = st.text(max_size=40) | st.text("aB1 \n\r\t'é漢字ｓ👩‍👧", max_size=40)
