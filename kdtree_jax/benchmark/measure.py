@@ -120,7 +120,7 @@ class Workbench:
     return state.replace(
       tokens=jnp.asarray(self._tokens),
       prompt_length=vector(context),
-      limit=vector(context + new_tokens),
+      max_length=vector(context + new_tokens),
       done=vector(False, jnp.bool_),
       stopped=vector(False, jnp.bool_),
       cache=state.cache.replace(length=vector(context - prompt)),

@@ -1,4 +1,4 @@
-"""The draft tree: its pytree, the policies that grow it, the walk."""
+"""Draft trees: the pytree, the policies that build it, the accepted walk."""
 
 from kdtree_jax.tree.accept import Acceptance, accept
 from kdtree_jax.tree.draft_tree import (

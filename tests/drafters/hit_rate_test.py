@@ -1,4 +1,4 @@
-"""The drafter with a set hit rate accepts what its rate implies."""
+"""The drafter with a set acceptance rate accepts what its rate implies."""
 
 import numpy as np
 import pytest
