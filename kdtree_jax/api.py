@@ -184,7 +184,7 @@ def load_drafter(
   target: Target,
   block_size: int | None = None,
   attention_factor: float | None = None,
-  hit_rate: float | None = None,
+  acceptance_rate: float | None = None,
 ) -> LoadedDrafter:
   """Loads a DFlash drafter, or makes a stub by its name.
 
@@ -196,7 +196,7 @@ def load_drafter(
       for a stub. A smaller one uses the first positions of the trained block.
     attention_factor: replaces the amplitude of the drafter's YaRN, about
       which engines disagree; it changes the acceptance, never the output.
-    hit_rate: of the stub of that name: how often it is right, 0..1.
+    acceptance_rate: of the stub of that name: how often it is right, 0..1.
 
   Raises:
     UserError: no such drafter, or one that does not fit the target.
@@ -207,20 +207,20 @@ def load_drafter(
     block_size = integer(block_size, 'block_size')
   if attention_factor is not None:
     attention_factor = number(attention_factor, 'drafter_attention_factor')
-  if hit_rate is not None:
-    if name != 'hit_rate':
-      raise UserError(f'hit_rate is not used by {name}')
-    hit_rate = number(hit_rate, 'hit_rate')
-    if not 0 <= hit_rate <= 1:
-      raise UserError(f'hit_rate={hit_rate} is not in 0..1')
+  if acceptance_rate is not None:
+    if name != 'acceptance_rate':
+      raise UserError(f'acceptance_rate is not used by {name}')
+    acceptance_rate = number(acceptance_rate, 'acceptance_rate')
+    if not 0 <= acceptance_rate <= 1:
+      raise UserError(f'acceptance_rate={acceptance_rate} is not in 0..1')
   if name in registry.names('drafter'):
     size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
     _check_block_size(size, None)
     if attention_factor is not None:
       raise UserError(f'drafter_attention_factor is not used by {name}')
     drafter = registry.get('drafter', name).create(target.config, size)
-    if hit_rate is not None:
-      drafter = dataclasses.replace(drafter, hit_rate=hit_rate)
+    if acceptance_rate is not None:
+      drafter = dataclasses.replace(drafter, acceptance_rate=acceptance_rate)
     params = drafter.init_params(key_for(Purpose.DRAFTER_WEIGHTS), target.dtype)
     return LoadedDrafter(name, drafter, params)
   path = pathlib.Path(path_or_name)

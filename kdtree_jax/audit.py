@@ -13,7 +13,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,15 @@ import numpy as np
 from jax import lax
 
 from kdtree_jax import api, checks, generation
-from kdtree_jax.decode import DecodeState, Engine
-from kdtree_jax.decode import generate as drivers
+from kdtree_jax.decode import DecodeState, Engine, drivers
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
 from kdtree_jax.decode.engine import Params
 from kdtree_jax.decode.state import HostState, all_done
 from kdtree_jax.divergence import Divergence, Seen, judge
-from kdtree_jax.drafters.silent import SilentDrafter
+from kdtree_jax.drafters.null import NullDrafter
 from kdtree_jax.errors import UserError
+from kdtree_jax.options import GenerateKeywords, GenerateOptions
 
 # A relative error may be as large as this or, but for float32, as so many times
 # the noise that the audit measures: where experts flip at every rounding, a
@@ -93,7 +93,7 @@ def audit(
   target: api.Target,
   drafter: api.LoadedDrafter,
   prompt_ids: Sequence[int],
-  **options: Any,
+  **options: Unpack[GenerateKeywords],
 ) -> AuditReport:
   """Audits greedy decoding of one prompt.
 
@@ -106,7 +106,18 @@ def audit(
   Raises:
     UserError: bad input.
   """
-  fields = generation.GenerateOptions(**options | {'stop_ids': ()})
+  given = GenerateOptions(**options)
+  return audit_prompt(target, drafter, prompt_ids, given)
+
+
+def audit_prompt(
+  target: api.Target,
+  drafter: api.LoadedDrafter,
+  prompt_ids: Sequence[int],
+  options: GenerateOptions,
+) -> AuditReport:
+  """`audit` for callers that have a `GenerateOptions`."""
+  fields = dataclasses.replace(options, stop_ids=())
   if fields.temperature > 0:
     raise UserError('the audit is greedy: draws are equal if logits are')
   api.check_pair(target, drafter)
@@ -132,7 +143,7 @@ def audit(
   ]
   # An audit of a large model is mostly compilation. What a drafter is told
   # changes no shape, so that nothing waits for AR's output.
-  calls_of = [_calls(run) for run in requests]
+  calls_of = [_calls(request) for request in requests]
   calls = itertools.chain.from_iterable(calls_of)
   futures = iter(start_compiling(calls))
   programs = [list(itertools.islice(futures, len(c))) for c in calls_of]
@@ -218,28 +229,27 @@ def _request(
   target: api.Target,
   drafter: api.LoadedDrafter | None,
   prompt: list[int],
-  options: generation.GenerateOptions,
+  options: GenerateOptions,
   golden: list[list[int]] | None = None,
-) -> generation.Run:
-  """A run before prefill."""
-  fields = dataclasses.asdict(options)
-  return generation.prepare(target, drafter, [prompt], golden, fields)
+) -> generation.Request:
+  """A request before prefill."""
+  return generation.prepare(target, drafter, [prompt], options, golden)
 
 
-def _calls(run: generation.Run) -> list[Call]:
-  """A run's prefill and its observed rounds."""
+def _calls(request: generation.Request) -> list[Call]:
+  """A request's prefill and its observed rounds."""
   return drivers.round_calls(
-    _observed_round, run.engine, run.params, run.state, donate=False
+    _observed_round, request.engine, request.params, request.state, donate=False
   )
 
 
-def _observe(run: generation.Run, programs: _Programs) -> Seen:
+def _observe(request: generation.Request, programs: _Programs) -> Seen:
   """Decodes round by round and keeps the rows of committed tokens."""
   fill, *steps = (program.result() for program in programs)
-  step = drivers.round_step(run.engine, steps)
-  state, rounds = fill(run.params, run.state), []
+  step = drivers.round_step(request.engine, steps)
+  state, rounds = fill(request.params, request.state), []
   while not all_done(state):
-    state, logits, routing = step(run.params, state)
+    state, logits, routing = step(request.params, state)
     rounds.append(_rows(logits, routing, _last_accepted(state)))
   return _seen(state, rounds)
 
@@ -248,31 +258,31 @@ def _padding(
   target: api.Target,
   drafter: api.LoadedDrafter,
   prompt: list[int],
-  options: generation.GenerateOptions,
-) -> generation.Run:
-  """A run of the tree's N rows, all but the root padding."""
-  silent = SilentDrafter(target.config.vocab_size, drafter.block_size)
+  options: GenerateOptions,
+) -> generation.Request:
+  """A request of the tree's N rows, all but the root padding."""
+  null = NullDrafter(target.config.vocab_size, drafter.block_size)
   options = dataclasses.replace(
-    options, tree_policy='best_first', chain_seed=False
+    options, tree_policy='best_first', keep_top1_chain=False
   )
-  drafter = api.LoadedDrafter('silent', silent, {})
+  drafter = api.LoadedDrafter('null', null, {})
   return _request(target, drafter, prompt, options)
 
 
 def _padded(
-  run: generation.Run, programs: _Programs, output_ids: list[int]
+  request: generation.Request, programs: _Programs, output_ids: list[int]
 ) -> Seen:
   """AR at the tree's N rows, with these output tokens in place of its own."""
   fill, *steps = (program.result() for program in programs)
-  step = drivers.round_step(run.engine, steps)
-  state, rounds = fill(run.params, run.state), []
+  step = drivers.round_step(request.engine, steps)
+  state, rounds = fill(request.params, request.state), []
   start = (0, int(HostState.of(state).prompt_length[0]))
   given = jnp.asarray(output_ids, jnp.int32)[None]
   while not all_done(state):
     state = state.replace(
       tokens=lax.dynamic_update_slice(state.tokens, given, start)
     )
-    state, logits, routing = step(run.params, state)
+    state, logits, routing = step(request.params, state)
     rounds.append(_rows(logits, routing, 1))
   return _seen(state, rounds)
 
@@ -334,7 +344,7 @@ def _full_acceptance(
   known: Seen,
   golden: list[int],
   drafter: api.LoadedDrafter,
-  options: generation.GenerateOptions,
+  options: GenerateOptions,
 ) -> float:
   """Mean of what an oracle must reach: all it proposes, as far as it knows.
 
@@ -375,7 +385,7 @@ def _context_error(
   target: api.Target,
   drafter: api.LoadedDrafter,
   tested: Seen,
-  options: generation.GenerateOptions,
+  options: GenerateOptions,
 ) -> tuple[float, float]:
   """The next draft of the decoded state, against that of a fresh prefill.
 
@@ -392,7 +402,7 @@ def _context_error(
 
   chunk = options.prefill_chunk
   half = max(1, min(chunk, len(text)) // 2)
-  runs = [
+  requests = [
     _request(
       target,
       drafter,
@@ -404,26 +414,28 @@ def _context_error(
   ]
   (fill, draft, fill_half, draft_half), _ = compile_all(
     [
-      Call(function, engine, run.params, run.state)
-      for run in runs
+      Call(function, engine, request.params, request.state)
+      for request in requests
       for function, engine in (
-        (stages.prefill, run.engine.for_prefill()),
-        (stages.draft, run.engine),
+        (stages.prefill, request.engine.for_prefill()),
+        (stages.draft, request.engine),
       )
     ]
   )
 
-  def filled(run: generation.Run, fill: jax.stages.Compiled) -> DecodeState:
-    fresh = fill(run.params, run.state)
+  def filled(
+    request: generation.Request, fill: jax.stages.Compiled
+  ) -> DecodeState:
+    fresh = fill(request.params, request.state)
     # Prefill may have chosen another root at a near-tie.
     tokens = np.array(fresh.tokens)
     tokens[0, len(text)] = host.tokens[0, len(text)]
     return fresh.replace(tokens=jnp.asarray(tokens))
 
   drafts = (
-    draft(runs[0].params, filled(runs[0], fill)),
-    draft(runs[0].params, state),
-    draft_half(runs[1].params, filled(runs[1], fill_half)),
+    draft(requests[0].params, filled(requests[0], fill)),
+    draft(requests[0].params, state),
+    draft_half(requests[1].params, filled(requests[1], fill_half)),
   )
   wanted, *others = (
     np.where(np.isneginf(logits), 0, logits)

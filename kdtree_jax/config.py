@@ -403,7 +403,7 @@ class DecodeConfig:
     prefill_chunk: prompt tokens a prefill step takes.
     kernels: `auto`, or the implementation that every kernel must use.
     sample: draw tokens; False is the greedy program.
-    chain_seed: the most probable chain is always in the tree.
+    keep_top1_chain: the most probable chain is always in the tree.
   """
 
   tree_budget: int
@@ -413,7 +413,7 @@ class DecodeConfig:
   prefill_chunk: int = 64
   kernels: str = 'auto'
   sample: bool = False
-  chain_seed: bool = False
+  keep_top1_chain: bool = False
 
   def __post_init__(self):
     check_types(self)

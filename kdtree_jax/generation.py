@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ from kdtree_jax.decode import (
   GenerateResult,
   RoundRecord,
   SamplingConfig,
+  drivers,
   init_state,
 )
-from kdtree_jax.decode import generate as drivers
 from kdtree_jax.decode.compilation import Call, compile_all
 from kdtree_jax.decode.round import RoundTrace
 from kdtree_jax.decode.state import (
@@ -31,7 +31,11 @@ from kdtree_jax.decode.state import (
   token_slots,
 )
 from kdtree_jax.errors import UserError
-from kdtree_jax.options import PREFILL_CHUNK, GenerateOptions
+from kdtree_jax.options import (
+  PREFILL_CHUNK,
+  GenerateKeywords,
+  GenerateOptions,
+)
 
 MIN_CAPACITY = 64
 
@@ -45,7 +49,7 @@ def generate(
   *,
   golden_ids: Sequence[int] | None = None,
   record_rounds: bool = False,
-  **options: Any,
+  **options: Unpack[GenerateKeywords],
 ) -> GenerateResult:
   """Continues one prompt.
 
@@ -65,8 +69,15 @@ def generate(
   golden = None
   if golden_ids is not None:
     golden = [integers(golden_ids, 'golden_ids')]
-  run = prepare(target, drafter, [prompt_ids], golden, options)
-  return (_recorded(run) if record_rounds else finished(run))[0]
+  (result,) = continue_prompts(
+    target,
+    drafter,
+    [prompt_ids],
+    GenerateOptions(**options),
+    golden=golden,
+    record_rounds=record_rounds,
+  )
+  return result
 
 
 def generate_batch(
@@ -78,7 +89,7 @@ def generate_batch(
   seeds: Sequence[int] | None = None,
   sampling: Sequence[SamplingConfig] | None = None,
   record_rounds: bool = False,
-  **options: Any,
+  **options: Unpack[GenerateKeywords],
 ) -> list[GenerateResult]:
   """Continues B prompts in one loop; each row equals its single run.
 
@@ -87,8 +98,32 @@ def generate_batch(
   default of `seed` plus the prompt's index. `sampling`, one a prompt,
   replaces seeds and all options of drawing: temperatures may be mixed.
   """
-  run = prepare(target, drafter, prompts, golden, options, seeds, sampling)
-  return _recorded(run) if record_rounds else finished(run)
+  return continue_prompts(
+    target,
+    drafter,
+    prompts,
+    GenerateOptions(**options),
+    golden=golden,
+    seeds=seeds,
+    sampling=sampling,
+    record_rounds=record_rounds,
+  )
+
+
+def continue_prompts(
+  target: Target,
+  drafter: LoadedDrafter | None,
+  prompts: Prompts,
+  options: GenerateOptions,
+  *,
+  golden: Prompts | None = None,
+  seeds: Sequence[int] | None = None,
+  sampling: Sequence[SamplingConfig] | None = None,
+  record_rounds: bool = False,
+) -> list[GenerateResult]:
+  """`generate_batch` for callers that have a `GenerateOptions`."""
+  request = prepare(target, drafter, prompts, options, golden, seeds, sampling)
+  return _recorded(request) if record_rounds else finished(request)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +144,7 @@ def force(
   drafter: LoadedDrafter,
   texts: Prompts,
   prompt_length: int,
-  **options: Any,
+  **options: Unpack[GenerateKeywords],
 ) -> list[ForcedResult]:
   """Follows B texts: every round commits what the text says.
 
@@ -123,24 +158,36 @@ def force(
   Raises:
     UserError: a text is too short, or bad input.
   """
-  options = options | {'stop_ids': ()}
+  given = GenerateOptions(**options)
+  return follow_texts(target, drafter, texts, prompt_length, given)
+
+
+def follow_texts(
+  target: Target,
+  drafter: LoadedDrafter,
+  texts: Prompts,
+  prompt_length: int,
+  options: GenerateOptions,
+) -> list[ForcedResult]:
+  """`force` for callers that have a `GenerateOptions`."""
+  options = dataclasses.replace(options, stop_ids=())
   check_pair(target, drafter)
   if drafter is None or drafter.drafter.needs_golden:
     name = drafter and drafter.name
     raise UserError(f'drafter {name} cannot follow a text; give a DFlash one')
   prompt_length = integer(prompt_length, 'prompt_length', 1)
   texts = _ids_of(target, texts, 'texts')
-  least = prompt_length + GenerateOptions(**options).max_new_tokens
+  least = prompt_length + options.max_new_tokens
   if min((len(text) for text in texts), default=least) < least:
     raise UserError(f'a text to follow has fewer than {least} tokens')
   prompts = [text[:prompt_length] for text in texts]
-  run = prepare(target, drafter, prompts, None, options)
-  text = golden_params(run.engine, texts)['golden']
-  steps = drivers.traced(run.engine, run.params, run.state, text)
+  request = prepare(target, drafter, prompts, options)
+  text = golden_params(request.engine, texts)['golden']
+  steps = drivers.traced(request.engine, request.params, request.state, text)
   state, seconds, along, own = _collect(steps, len(texts))
   host, results = HostState.of(state), []
   for row, (by_text, by_target) in enumerate(zip(along, own, strict=True)):
-    count = run.options.max_new_tokens
+    count = options.max_new_tokens
     result = drivers.result_of(host, row, count, seconds, by_text)
     walks = [len(seen.accepted_indices) for seen in by_target]
     other = dataclasses.replace(
@@ -151,8 +198,8 @@ def force(
 
 
 @dataclasses.dataclass
-class Run:
-  """A validated request: all that the drivers need."""
+class Request:
+  """Validated prompts and options: all that the drivers need."""
 
   engine: Engine
   params: Any
@@ -164,13 +211,12 @@ def prepare(
   target: Target,
   drafter: LoadedDrafter | None,
   prompts: Prompts,
-  golden: Prompts | None,
-  fields: dict[str, Any],
+  options: GenerateOptions,
+  golden: Prompts | None = None,
   seeds: Sequence[int] | None = None,
   sampling: Sequence[SamplingConfig] | None = None,
-) -> Run:
+) -> Request:
   """Validates a request and builds all that the drivers need."""
-  options = GenerateOptions(**fields)
   check_pair(target, drafter)
   prompts = _ids_of(target, prompts, 'prompts')
   if not prompts:
@@ -198,7 +244,7 @@ def prepare(
           target, drafter, prompts, options, sampling
         )
       params['drafter'] = golden_params(engine, golden)
-  return Run(engine, params, state, options)
+  return Request(engine, params, state, options)
 
 
 def _ids_of(target: Target, rows: Any, name: str) -> list[list[int]]:
@@ -234,24 +280,26 @@ def _draws(
   return seeds, sampling
 
 
-def finished(run: Run) -> list[GenerateResult]:
-  """Runs a request to its end; leaves the last state in `run`."""
-  run.state, seconds = drivers.generate(run.engine, run.params, run.state)
-  host = HostState.of(run.state)
+def finished(request: Request) -> list[GenerateResult]:
+  """Runs a request to its end; leaves the last state in `request`."""
+  request.state, seconds = drivers.decode_to_end(
+    request.engine, request.params, request.state
+  )
+  host, count = HostState.of(request.state), request.options.max_new_tokens
   return [
-    drivers.result_of(host, row, run.options.max_new_tokens, seconds)
+    drivers.result_of(host, row, count, seconds)
     for row in range(len(host.done))
   ]
 
 
-def _recorded(run: Run) -> list[GenerateResult]:
+def _recorded(request: Request) -> list[GenerateResult]:
   """Drives round by round and keeps the trees; times include the host."""
-  operands = (run.engine, run.params, run.state)
+  operands = (request.engine, request.params, request.state)
   compiled = drivers.traced_programs(*operands)[2]
   steps = drivers.traced(*operands)
-  state, seconds, rounds, _ = _collect(steps, len(run.state.done))
+  state, seconds, rounds, _ = _collect(steps, len(request.state.done))
   seconds = seconds._replace(compile=compiled)
-  host, count = HostState.of(state), run.options.max_new_tokens
+  host, count = HostState.of(state), request.options.max_new_tokens
   return [
     drivers.result_of(host, row, count, seconds, seen)
     for row, seen in enumerate(rounds)
@@ -332,7 +380,7 @@ def make_engine(
     draft_depth=drafter.block_size - 1,
     tree_budget=options.tree_budget,
     tree_policy=options.tree_policy,
-    chain_seed=options.chain_seed,
+    keep_top1_chain=options.keep_top1_chain,
   )
   return Engine(target.config, drafter.drafter, decode)
 
@@ -353,9 +401,7 @@ def golden_continuations(
     max_new_tokens=options.further(drafter.block_size),
     stop_ids=(),
   )
-  results = generate_batch(
-    target, None, prompts, sampling=sampling, **dataclasses.asdict(options)
-  )
+  results = continue_prompts(target, None, prompts, options, sampling=sampling)
   return [[*result.prompt_ids, *result.output_ids] for result in results]
 
 

@@ -1,27 +1,52 @@
-"""What a call that generates may be told, checked where it is said."""
+"""What a call that generates may be told, checked where it is said.
+
+Light: flags read their defaults here before JAX is imported.
+"""
 
 import dataclasses
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, TypedDict
 
 from kdtree_jax import registry
 from kdtree_jax.checks import integer
 from kdtree_jax.config import MAX_TREE_BUDGET
-from kdtree_jax.decode import SamplingConfig
 from kdtree_jax.schema import MAX_INT, check_types
+
+if TYPE_CHECKING:
+  from kdtree_jax.decode import SamplingConfig
 
 PREFILL_CHUNK = 64
 
 
+class GenerateKeywords(TypedDict, total=False):
+  """The fields of `GenerateOptions`, as keywords of public functions."""
+
+  max_new_tokens: int
+  tree_budget: int
+  tree_policy: str
+  keep_top1_chain: bool
+  stop_ids: Sequence[int] | Set[int] | None
+  capacity: int | None
+  prefill_chunk: int
+  kernels: str
+  temperature: float
+  top_k: int
+  top_p: float
+  min_p: float
+  seed: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-  """How to generate; every field is a keyword of the functions here.
+  """How to generate: the one type from flags and keywords to the engine.
 
   Attributes:
     max_new_tokens: at least 1; the output has exactly so many tokens unless a
       stop token or the capacity ends it.
     tree_budget: draft nodes a round, the root not counted.
     tree_policy: `best_first` (DDTree) or `chain` (DFlash); see the registry.
-    chain_seed: keep the most probable chain in the tree whatever its score.
+    keep_top1_chain: keep the most probable chain in the tree, whatever its
+      score.
     stop_ids: tokens that end the output; None: the checkpoint's.
     capacity: most tokens of prompt and output; None: the next power of two
       that holds both. One program serves every prompt within a capacity.
@@ -37,7 +62,7 @@ class GenerateOptions:
   max_new_tokens: int = 128
   tree_budget: int = 64
   tree_policy: str = 'best_first'
-  chain_seed: bool = False
+  keep_top1_chain: bool = False
   stop_ids: tuple[int, ...] | None = None
   capacity: int | None = None
   prefill_chunk: int = PREFILL_CHUNK
@@ -62,11 +87,14 @@ class GenerateOptions:
       value = getattr(self, name)
       if value is not None:
         integer(value, name, least, most)
-    registry.get('tree_policy', self.tree_policy)
     self.sampling([self.seed])
+    # After sampling(), whose import registers the policies.
+    registry.get('tree_policy', self.tree_policy)
 
-  def sampling(self, seeds: Sequence[int]) -> list[SamplingConfig]:
+  def sampling(self, seeds: Sequence[int]) -> list['SamplingConfig']:
     """One request for each seed."""
+    from kdtree_jax.decode import SamplingConfig  # It imports JAX.
+
     return [
       SamplingConfig(
         temperature=self.temperature,

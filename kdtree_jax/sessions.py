@@ -6,15 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self, Unpack
 
 import jax
 import numpy as np
 
 from kdtree_jax.api import LoadedDrafter, Target, check_pair
 from kdtree_jax.checks import integer, integers
-from kdtree_jax.decode import DecodeState, GenerateResult
-from kdtree_jax.decode import generate as drivers
+from kdtree_jax.decode import DecodeState, GenerateResult, drivers
 from kdtree_jax.decode.state import (
   HostState,
   check_prompt,
@@ -22,14 +21,10 @@ from kdtree_jax.decode.state import (
   truncate,
 )
 from kdtree_jax.errors import UserError
-from kdtree_jax.generation import (
-  GenerateOptions,
-  Prompts,
-  Run,
-  prepare,
-)
+from kdtree_jax.generation import Prompts, Request, prepare
 from kdtree_jax.io.text_stream import StopStrings
 from kdtree_jax.io.tokenizer import text_stream
+from kdtree_jax.options import GenerateKeywords, GenerateOptions
 from kdtree_jax.schema import MAX_INT
 
 
@@ -66,7 +61,7 @@ class Stream:
     seeds: Sequence[int] | None = None,
     stop_strings: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
-    **options: Any,
+    **options: Unpack[GenerateKeywords],
   ):
     """Prepares and compiles; see `generate` for what is not named here.
 
@@ -85,19 +80,41 @@ class Stream:
     self._rounds_per_step = integer(
       rounds_per_step, 'rounds_per_step', 1, MAX_INT
     )
-    if stop_strings and decode is None:
-      raise UserError('stop strings need a tokenizer')
-    if isinstance(stop_strings, str) or '' in stop_strings:
-      raise UserError('stop_strings is a list of strings that are not empty')
-    self._run = prepare(target, drafter, prompts, golden, options, seeds)
-    run = self._run
+    _check_stop_strings(stop_strings, decode)
+    given = GenerateOptions(**options)
+    request = prepare(target, drafter, prompts, given, golden, seeds)
+    self._open(request, stop_strings, decode)
+
+  @classmethod
+  def of(
+    cls,
+    request: Request,
+    stop_strings: Sequence[str] = (),
+    decode: Callable[[list[int]], str] | None = None,
+  ) -> Self:
+    """A stream of a request that was prepared, a round a step."""
+    _check_stop_strings(stop_strings, decode)
+    stream = cls.__new__(cls)
+    stream._rounds_per_step = 1
+    stream._open(request, stop_strings, decode)
+    return stream
+
+  def _open(
+    self,
+    request: Request,
+    stop_strings: Sequence[str],
+    decode: Callable[[list[int]], str] | None,
+  ) -> None:
+    """Compiles; nothing is decoded yet."""
+    self._request = request
     self._stops: list[StopStrings] = []
-    if stop_strings:
+    if decode is not None and stop_strings:
       self._stops = [
-        StopStrings(stop_strings, text_stream(decode)) for _ in prompts
+        StopStrings(stop_strings, text_stream(decode))
+        for _ in range(len(request.state.done))
       ]
     self._fill, self._step, compiled = drivers.stream_programs(
-      run.engine, run.params, run.state
+      request.engine, request.params, request.state
     )
     self._seconds = drivers.Seconds(0.0, 0.0, compiled)
     self._filled = False
@@ -106,7 +123,7 @@ class Stream:
     # An update that was made and not handed out, for Ctrl-C came.
     self._update: StreamUpdate | None = None
     # What `results` reads: a step consumes the state itself.
-    self._host = self._unfilled(HostState.of(run.state))
+    self._host = self._unfilled(HostState.of(request.state))
 
   def __iter__(self) -> Iterator[StreamUpdate]:
     return self
@@ -120,14 +137,14 @@ class Stream:
     Raises:
       UserError: a step failed for good.
     """
-    run = self._run
-    _check_kept(run, 'stream')
+    request = self._request
+    _check_kept(request, 'stream')
     if not self._filled:
       if self._due is None:
         self._take(self._fill, self._host.prompt_length)
       self._wait('prefill')
       with _uninterrupted():
-        self._host = HostState.of(run.state)
+        self._host = HostState.of(request.state)
         self._filled, self._due = True, None
     if self._update is None:
       if self._due is None:
@@ -138,22 +155,22 @@ class Stream:
       self._wait('decode')
       with _uninterrupted():
         seen, _ = self._due
-        run.state, self._host = self._stop_at_strings(run.state, seen)
+        request.state, self._host = self._stop_at_strings(request.state, seen)
         self._update, self._due = self._committed(seen), None
     update, self._update = self._update, None
     return update
 
   def _take(self, program: Any, seen: np.ndarray, *operands: Any) -> None:
     """Begins a step; from here on its update is due."""
-    run = self._run
+    request = self._request
     with _uninterrupted():
       begin = time.perf_counter()
-      run.state = program(run.params, run.state, *operands)
+      request.state = program(request.params, request.state, *operands)
       self._due = seen, begin
 
   def _wait(self, kind: str) -> None:
     """Waits for the step that was begun and counts its seconds."""
-    jax.block_until_ready(self._run.state)
+    jax.block_until_ready(self._request.state)
     seen, begin = self._due
     now = time.perf_counter()
     spent = getattr(self._seconds, kind) + now - begin
@@ -172,7 +189,7 @@ class Stream:
 
   def results(self) -> list[GenerateResult]:
     """One result a row, as far as the stream was consumed."""
-    count = self._run.options.max_new_tokens
+    count = self._request.options.max_new_tokens
     return [
       drivers.result_of(self._host, row, count, self._seconds)
       for row in range(len(self._host.done))
@@ -203,7 +220,10 @@ class Conversation:
   """Turns over one cache: what was said is never prefilled again."""
 
   def __init__(
-    self, target: Target, drafter: LoadedDrafter | None, **options: Any
+    self,
+    target: Target,
+    drafter: LoadedDrafter | None,
+    **options: Unpack[GenerateKeywords],
   ):
     """Opens an empty conversation.
 
@@ -220,10 +240,11 @@ class Conversation:
         'conversation does not have'
       )
     self._target, self._drafter = target, drafter
-    limit = target.config.max_position_embeddings
-    options.setdefault('capacity', limit)
     self._options = GenerateOptions(**options)
-    self._run: Run | None = None
+    if self._options.capacity is None:
+      limit = target.config.max_position_embeddings
+      self._options = dataclasses.replace(self._options, capacity=limit)
+    self._request: Request | None = None
     # Of the text so far; what an interrupted turn left after it is forgotten.
     self._length = 0
 
@@ -247,31 +268,32 @@ class Conversation:
     if max_new_tokens is not None:
       options = dataclasses.replace(options, max_new_tokens=max_new_tokens)
     if self._length == 0:
-      fields = dataclasses.asdict(options)
-      run = prepare(self._target, self._drafter, [ids], None, fields)
+      request = prepare(self._target, self._drafter, [ids], options)
     else:
-      run = self._continued(ids, options)
+      request = self._continued(ids, options)
     fill, loop, compiled = drivers.loop_programs(
-      run.engine, run.params, run.state
+      request.engine, request.params, request.state
     )
-    self._run = run
+    self._request = request
     times = [time.perf_counter()]
     for program in (fill, loop):
       with _uninterrupted():
-        run.state = program(run.params, run.state)
-      jax.block_until_ready(run.state)
+        request.state = program(request.params, request.state)
+      jax.block_until_ready(request.state)
       times.append(time.perf_counter())
     prefill, decode = np.diff(times).tolist()
     seconds = drivers.Seconds(prefill, decode, compiled)
-    result = drivers.result_of(run.state, 0, options.max_new_tokens, seconds)
+    result = drivers.result_of(
+      request.state, 0, options.max_new_tokens, seconds
+    )
     self._length = len(result.prompt_ids) + len(result.output_ids)
     return result
 
-  def _continued(self, ids: list[int], options: GenerateOptions) -> Run:
-    """The run of a further turn, after the last one that was answered."""
-    run = self._run
-    _check_kept(run, 'conversation')
-    capacity, config = run.engine.decode.capacity, run.engine.config
+  def _continued(self, ids: list[int], options: GenerateOptions) -> Request:
+    """The request of a further turn, after the last one that was answered."""
+    request = self._request
+    _check_kept(request, 'conversation')
+    capacity, config = request.engine.decode.capacity, request.engine.config
     check_prompt(ids, config.vocab_size, capacity)
     if self._length + len(ids) > capacity:
       raise UserError(
@@ -279,9 +301,20 @@ class Conversation:
         f'capacity of {capacity}'
       )
     length = jax.device_put(np.array([self._length], np.int32))
-    state = run.state.replace(cache=run.state.cache.replace(length=length))
+    state = request.state.replace(
+      cache=request.state.cache.replace(length=length)
+    )
     state = extend(state, [ids], [options.max_new_tokens], capacity)
-    return dataclasses.replace(run, state=state, options=options)
+    return dataclasses.replace(request, state=state, options=options)
+
+
+def _check_stop_strings(
+  stop_strings: Sequence[str], decode: Callable[[list[int]], str] | None
+) -> None:
+  if stop_strings and decode is None:
+    raise UserError('stop strings need a tokenizer')
+  if isinstance(stop_strings, str) or '' in stop_strings:
+    raise UserError('stop_strings is a list of strings that are not empty')
 
 
 @contextlib.contextmanager
@@ -307,12 +340,12 @@ def _uninterrupted() -> Iterator[None]:
       signal.raise_signal(signal.SIGINT)
 
 
-def _check_kept(run: Run, name: str) -> None:
+def _check_kept(request: Request, name: str) -> None:
   """Raises a UserError if a step consumed the state and left none."""
-  kept = not any(leaf.is_deleted() for leaf in jax.tree.leaves(run.state))
+  kept = not any(leaf.is_deleted() for leaf in jax.tree.leaves(request.state))
   if kept:
     try:
-      jax.block_until_ready(run.state)
+      jax.block_until_ready(request.state)
     except jax.errors.JaxRuntimeError:  # An error in the place of values.
       kept = False
   if not kept:

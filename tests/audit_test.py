@@ -14,9 +14,9 @@ from kdtree_jax.audit import audit
 from kdtree_jax.decode import round as stages
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import audit as mode
-from kdtree_jax.modes.run_config import RunConfig
 from pallas_kernels.tree_build.api import ancestors_from_parents
 from tests import support
+from tests.command_line import mode_flags
 
 FIXTURE = 'deepseek_v3_trained_drafter'
 
@@ -58,7 +58,7 @@ def test_a_right_engine_passes():
 
 def test_the_mode_says_so_in_its_exit_status(tmp_path, capsys):
   folder = support.DATA / FIXTURE
-  config = RunConfig(
+  config = mode_flags(
     mode='audit',
     target=str(folder),
     drafter=str(folder / 'dflash'),
@@ -76,7 +76,7 @@ def test_the_mode_says_so_in_its_exit_status(tmp_path, capsys):
 @pytest.mark.parametrize('count', (0, -1))
 def test_nothing_to_decode_is_no_verdict(count):
   """An error of the user: exit status 1 would say that outputs differ."""
-  config = RunConfig(
+  config = mode_flags(
     mode='audit',
     target=str(support.DATA / FIXTURE),
     drafter='random',

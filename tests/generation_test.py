@@ -1,4 +1,4 @@
-"""Batches, limits, streams, further turns, chain seeds: the public calls."""
+"""Batches, limits, streams, further turns, kept chains: the public calls."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kdtree_jax import api, generation, sessions
-from kdtree_jax.decode import generate as drivers
-from kdtree_jax.decode import init_state
+from kdtree_jax.decode import drivers, init_state
 from kdtree_jax.errors import UserError
 from kdtree_jax.tree import check_invariants, seed_chain
 from kdtree_jax.tree.policies import best_first, chain
@@ -68,7 +67,7 @@ def test_neighbours_change_no_bit(pair):
     state = init_state(
       engine, [mine, *neighbours], [20, *limits], stops, jnp.float32
     )
-    return drivers.generate(engine, params, state)[0]
+    return drivers.decode_to_end(engine, params, state)[0]
 
   usual = run(prompts_of(target, (9, 9)), (20, 20))
   length = int(usual.length[0])
@@ -386,7 +385,7 @@ def test_the_drafter_ends_and_the_target_goes_on(pair):
 
 
 @pytest.mark.parametrize('budget', (1, 4, 9, 40))
-def test_chain_seed(budget):
+def test_keep_top1_chain(budget):
   """Flat, noisy drafts, whose best-first tree is wide and shallow."""
   rng = np.random.default_rng(budget)
   logits = jnp.asarray(rng.normal(size=(5, 6, 30)) * 0.2, jnp.float32)
@@ -428,7 +427,7 @@ def token_paths(tree, row):
     pytest.param('dflash', (3, 16), marks=pytest.mark.slow),
   ),
 )
-def test_chain_seed_changes_no_token(drafter_name, budgets):
+def test_keep_top1_chain_changes_no_token(drafter_name, budgets):
   target = support.variant('tiny')
   drafter = api.load_drafter(drafter_name, target, 6)
   prompt = support.prompt_of(target.config, 5)
@@ -438,7 +437,7 @@ def test_chain_seed_changes_no_token(drafter_name, budgets):
       target,
       drafter,
       prompt,
-      chain_seed=True,
+      keep_top1_chain=True,
       **OPTIONS | {'tree_budget': budget},
     )
     assert result.output_ids == wanted

@@ -94,8 +94,8 @@ def test_what_is_one(kind):
     ('tree_budget', 2**20, 'exceeds'),
     ('tree_policy', 'widest', "'widest'; known: best_first"),
     ('tree_policy', ['chain'], 'not a string'),
-    ('chain_seed', 'no', 'not true or false'),
-    ('chain_seed', 1, 'not true or false'),
+    ('keep_top1_chain', 'no', 'not true or false'),
+    ('keep_top1_chain', 1, 'not true or false'),
     ('kernels', None, 'not a string'),
     ('stop_ids', '12', 'not a list'),
     ('stop_ids', 5, 'not a list'),
@@ -231,12 +231,12 @@ def test_a_drafter_of_another_dtype(target):
     ({'block_size': 1.5}, 'block_size'),
     ({'block_size': '4'}, 'block_size'),
     ({'block_size': True}, 'block_size'),
-    ({'hit_rate': '0.5'}, 'hit_rate'),
-    ({'hit_rate': math.nan}, 'hit_rate'),
+    ({'acceptance_rate': '0.5'}, 'acceptance_rate'),
+    ({'acceptance_rate': math.nan}, 'acceptance_rate'),
   ),
 )
 def test_loading_a_drafter(target, fields, message):
-  refused(message, load_drafter, 'hit_rate', target, **fields)
+  refused(message, load_drafter, 'acceptance_rate', target, **fields)
 
 
 def test_random_layers():

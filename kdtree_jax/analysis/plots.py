@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdtree_jax.analysis.acceptance import histogram
-from kdtree_jax.analysis.report import Row, Setting, detail_tree, name
+from kdtree_jax.analysis.tables import Row, Setting, detail_tree, name
 from kdtree_jax.errors import UserError
 
 # Inches of one part, parts side by side, dots an inch.
@@ -62,7 +62,7 @@ def acceptance_by_budget(rows: Sequence[Row]) -> bytes:
       trees = [
         (row.tree_budget, row.acceptance)
         for row in mine
-        if row.method == 'ddtree' and row.chain_seed == seeded
+        if row.method == 'ddtree' and row.keep_top1_chain == seeded
         if row.acceptance is not None
       ]
       if not trees:

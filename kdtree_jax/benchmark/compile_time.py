@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from kdtree_jax.decode import DecodeState, Engine
+from kdtree_jax.decode.drivers import loop_programs
 from kdtree_jax.decode.engine import Params
-from kdtree_jax.decode.generate import loop_programs
 
 
 def compile_seconds(

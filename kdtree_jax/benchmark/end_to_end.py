@@ -1,5 +1,6 @@
 """Whole runs: AR against DDTree with a drafter whose acceptance is set."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,19 +12,19 @@ from kdtree_jax.api import LoadedDrafter
 from kdtree_jax.benchmark.priced import PricedDrafter
 from kdtree_jax.benchmark.subject import Subject
 from kdtree_jax.decode.compilation import compile_all
-from kdtree_jax.decode.generate import loop_calls
+from kdtree_jax.decode.drivers import loop_calls
+from kdtree_jax.drafters.acceptance_rate import AcceptanceRateDrafter
 from kdtree_jax.drafters.base import StubDrafter
-from kdtree_jax.drafters.hit_rate import HitRateDrafter
 from kdtree_jax.drafters.oracle import OracleDrafter
+from kdtree_jax.options import GenerateOptions
 
-HIT_RATE = 0.8
 # Of what a drafter is told; each moves the first mistake further back.
 MAX_REVISIONS = 32
 
 
-def expected_acceptance_length(hit_rate: float, depth: int) -> float:
+def expected_acceptance_length(acceptance_rate: float, depth: int) -> float:
   """1 + the sum of p^k for k = 1..depth."""
-  return 1 + sum(hit_rate**k for k in range(1, depth + 1))
+  return 1 + sum(acceptance_rate**k for k in range(1, depth + 1))
 
 
 def end_to_end(
@@ -31,10 +32,10 @@ def end_to_end(
   context: int,
   budgets: Sequence[int],
   max_new_tokens: int,
-  hit_rate: float,
+  acceptance_rate: float,
   progress: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
-  """Decodes a random prompt by AR, then by DDTree with oracle and hit rate.
+  """Decodes a random prompt by AR, then by DDTree with oracle and set rate.
 
   The oracle's answer is first the AR run of the same device. Rows of other
   shapes round otherwise in bfloat16, so at a near-tie the texts may part
@@ -49,57 +50,66 @@ def end_to_end(
   target, real = subject.target, subject.drafter
   rng = np.random.default_rng(1)
   prompt = rng.integers(0, target.config.vocab_size, context).tolist()
-  options = {
-    'stop_ids': (),
-    'capacity': subject.capacity,
-    'prefill_chunk': subject.prefill_chunk,
-    'kernels': subject.kernels,
-  }
+  options = GenerateOptions(
+    # The oracle's last round looks beyond the last token.
+    max_new_tokens=max_new_tokens + real.block_size,
+    stop_ids=(),
+    capacity=subject.capacity,
+    prefill_chunk=subject.prefill_chunk,
+    kernels=subject.kernels,
+  )
 
-  def decode(drafter, **more):
+  def decode(drafter, options):
     # Once to warm up, once to time.
     for _ in range(2):
-      result = generation.generate(target, drafter, prompt, **options, **more)
+      (result,) = generation.continue_prompts(
+        target, drafter, [prompt], options
+      )
     return result
 
-  known = max_new_tokens + real.block_size
   sizes = target.config.vocab_size, real.block_size
   cases = list(
     itertools.product(
-      (OracleDrafter(*sizes), HitRateDrafter(*sizes, hit_rate=hit_rate)),
+      (
+        OracleDrafter(*sizes),
+        AcceptanceRateDrafter(*sizes, acceptance_rate=acceptance_rate),
+      ),
       budgets,
     )
   )
   progress(f'compiling {1 + len(cases)} loops')
   asked = [(_priced(subject, *case, prompt), case[1]) for case in cases]
-  runs = [
-    generation.prepare(target, drafter, [prompt], None, options | more)
-    for drafter, more in (
-      (None, {}),
-      *((drafter, {'tree_budget': budget}) for drafter, budget in asked),
+  requests = [
+    generation.prepare(target, drafter, [prompt], each)
+    for drafter, each in (
+      (None, options),
+      *((drafter, _at(options, budget)) for drafter, budget in asked),
     )
   ]
   compile_all(
     [
       call
-      for run in runs
-      for call in loop_calls(run.engine, run.params, run.state)
+      for each in requests
+      for call in loop_calls(each.engine, each.params, each.state)
     ]
   )
   progress('decoding by AR')
-  ar = decode(None, max_new_tokens=known)
+  ar = decode(None, options)
   for stub, budget in cases:
     progress(f'decoding with {_name(stub)} at budget {budget}')
 
-    def write(told, stub=stub, budget=budget):
+    longer = _at(options, budget)
+    fields = dataclasses.replace(longer, max_new_tokens=max_new_tokens)
+
+    def write(told, stub=stub, budget=budget, longer=longer):
       drafter = _priced(subject, stub, budget, told)
-      result = decode(drafter, max_new_tokens=known, tree_budget=budget)
+      result = decode(drafter, longer)
       return [*prompt, *result.output_ids]
 
     told, revisions = revised([*prompt, *ar.output_ids], write)
     drafter = _priced(subject, stub, budget, told)
-    result = decode(drafter, max_new_tokens=max_new_tokens, tree_budget=budget)
-    rate = hit_rate if isinstance(stub, HitRateDrafter) else 1.0
+    result = decode(drafter, fields)
+    rate = acceptance_rate if isinstance(stub, AcceptanceRateDrafter) else 1.0
     yield {
       'kind': 'end_to_end',
       'drafter': drafter.name,
@@ -113,6 +123,10 @@ def end_to_end(
         ),
       },
     }
+
+
+def _at(options: GenerateOptions, budget: int) -> GenerateOptions:
+  return dataclasses.replace(options, tree_budget=budget)
 
 
 def _measured(
@@ -149,8 +163,8 @@ def revised(
 
 
 def _name(stub: StubDrafter) -> str:
-  if isinstance(stub, HitRateDrafter):
-    return f'hit_rate {stub.hit_rate:g}'
+  if isinstance(stub, AcceptanceRateDrafter):
+    return f'acceptance_rate {stub.acceptance_rate:g}'
   return 'oracle'
 
 

@@ -16,7 +16,7 @@ from kdtree_jax.benchmark import machine, stages, traffic
 from kdtree_jax.benchmark.subject import Subject
 from kdtree_jax.decode import DecodeState, Engine, init_state
 from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
-from kdtree_jax.decode.generate import decode_loop
+from kdtree_jax.decode.drivers import decode_loop
 from kdtree_jax.decode.round import prefill
 from kdtree_jax.decode.state import empty_stats
 from kdtree_jax.keys import Purpose, key_for

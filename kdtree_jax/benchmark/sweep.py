@@ -9,7 +9,7 @@ import jax
 from kdtree_jax.benchmark import compile_time, measure, traffic
 from kdtree_jax.benchmark.subject import Subject
 from kdtree_jax.decode import Engine
-from kdtree_jax.decode.generate import decode_loop
+from kdtree_jax.decode.drivers import decode_loop
 from kdtree_jax.decode.round import prefill
 from pallas_kernels.bench import Ceilings
 

@@ -83,7 +83,7 @@ class Engine:
       self.decode,
       tree_budget=0,
       tree_policy='best_first',
-      chain_seed=False,
+      keep_top1_chain=False,
     )
     return dataclasses.replace(self, decode=decode)
 

@@ -4,13 +4,13 @@ Importing the package registers them; `registry.names('drafter')` lists them.
 """
 
 from kdtree_jax.drafters import (
+  acceptance_rate,
   adversarial,
   dflash,
-  hit_rate,
+  null,
   oracle,
   random,
   repeat,
-  silent,
 )
 from kdtree_jax.drafters.base import Drafter, TargetHead
 
@@ -19,9 +19,9 @@ __all__ = (
   'TargetHead',
   'adversarial',
   'dflash',
-  'hit_rate',
+  'acceptance_rate',
   'oracle',
   'random',
   'repeat',
-  'silent',
+  'null',
 )

@@ -5,76 +5,32 @@ import dataclasses
 import itertools
 from typing import Any
 
-from kdtree_jax import api, generation
-from kdtree_jax.audit import AuditReport, Divergence, audit, check_room
+from kdtree_jax.audit import (
+  AuditReport,
+  Divergence,
+  audit_prompt,
+  check_room,
+)
 from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.results import JsonLines
 from kdtree_jax.modes import texts
-from kdtree_jax.modes.loading import check_target, load_target
-from kdtree_jax.modes.run_config import (
-  RunConfig,
-  check_budgets,
-  integers,
-  required,
-  status,
-)
-
-FLAGS = (
-  'target',
-  'config',
-  'layers',
-  'drafter',
-  'hit_rate',
-  'drafter_attention_factor',
-  'prompt_ids',
-  'prompt',
-  'prompts',
-  'chat',
-  'parse_special_in_messages',
-  'max_new_tokens',
-  'block_size',
-  'tree_budget',
-  'tree_policy',
-  'chain_seed',
-  'dtype',
-  'weights',
-  'kernels',
-  'output',
-)
+from kdtree_jax.modes.loading import check_config, load_drafter, target_of
+from kdtree_jax.modes.options import AuditFlags
+from kdtree_jax.modes.status import status
 
 
-def run(config: RunConfig) -> int:
+def run(flags: AuditFlags) -> int:
   """Prints a verdict for every budget; 1 if one fails."""
-  check_target(config)
-  name = required(config.drafter, 'drafter', 'audit')
-  tokenizer = texts.tokenizer_of(config)
-  talks = texts.talks(config, tokenizer)
+  check_config(flags)
+  tokenizer = texts.tokenizer_of(flags)
+  talks = texts.talks(flags, tokenizer)
   # Of a talk the first turn: what follows would depend on the engine.
-  prompts = texts.first_ids(talks, tokenizer, bool(config.chat))
-  defaults = generation.GenerateOptions
-  check_budgets(config)
-  check_output(config.output)
-  budgets = [defaults.tree_budget]
-  if config.tree_budget is not None:
-    budgets = integers(config.tree_budget, 'tree_budget')
-  count = config.max_new_tokens
-  options = {
-    'max_new_tokens': defaults.max_new_tokens if count is None else count,
-    'tree_policy': config.tree_policy or defaults.tree_policy,
-    'chain_seed': bool(config.chain_seed),
-    'kernels': config.kernels or defaults.kernels,
-  }
+  prompts = texts.first_ids(talks, tokenizer, flags.chat)
+  check_output(flags.output)
   # Wrong flags show before a long load.
-  generation.GenerateOptions(**options)
-  target = load_target(config)
-  with status('loading the drafter'):
-    drafter = api.load_drafter(
-      name,
-      target,
-      config.block_size,
-      config.drafter_attention_factor,
-      config.hit_rate,
-    )
+  options = flags.options
+  target = target_of(flags, flags.dtype)
+  drafter = load_drafter(flags, flags.drafter, target, flags.acceptance_rate)
   limit = target.config.max_position_embeddings
   for talk, prompt in zip(talks, prompts, strict=True):
     with texts.naming(talk.prompt.where, talk.prompt.id):
@@ -83,13 +39,14 @@ def run(config: RunConfig) -> int:
   failed = False
   with contextlib.ExitStack() as stack:
     lines = None
-    if config.output is not None:
-      lines = stack.enter_context(JsonLines(config.output))
+    if flags.output is not None:
+      lines = stack.enter_context(JsonLines(flags.output))
     for (talk, prompt), budget in itertools.product(
-      zip(talks, prompts, strict=True), budgets
+      zip(talks, prompts, strict=True), flags.tree_budget
     ):
       with status(f'auditing prompt {talk.prompt.id}, budget {budget}'):
-        report = audit(target, drafter, prompt, tree_budget=budget, **options)
+        each = dataclasses.replace(options, tree_budget=budget)
+        report = audit_prompt(target, drafter, prompt, each)
       text = f'prompt {talk.prompt.id}, budget {budget}: {verdict(report)}'
       print(text, flush=True)
       if lines is not None:

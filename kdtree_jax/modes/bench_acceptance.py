@@ -18,7 +18,7 @@ from kdtree_jax.analysis.plots import (
   acceptance_histogram,
   check_plots,
 )
-from kdtree_jax.analysis.report import Row, markdown, summarise
+from kdtree_jax.analysis.tables import Row, markdown, summarise
 from kdtree_jax.decode import GenerateResult, SamplingConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.digests import sha256
@@ -26,27 +26,11 @@ from kdtree_jax.io.files import file_kind, write_atomically
 from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.results import JsonLines
 from kdtree_jax.io.tokenizer import Tokenizer
-from kdtree_jax.modes import generate, sweep, texts
-from kdtree_jax.modes.loading import check_pair, load_target
-from kdtree_jax.modes.run_config import (
-  RunConfig,
-  check_budgets,
-  integers,
-  numbers,
-  required,
-  status,
-)
+from kdtree_jax.modes import generate, resumable_runs, texts
+from kdtree_jax.modes.loading import check_pair, load_drafter, load_target
+from kdtree_jax.modes.options import BenchAcceptanceFlags
+from kdtree_jax.options import GenerateOptions
 from kdtree_jax.training.corpus import Corpus
-
-FLAGS = (
-  *('target', 'drafter', 'drafter_attention_factor', 'dtype', 'weights'),
-  *('corpus', 'prompts', 'num_prompts', 'prompt_length', 'max_new_tokens'),
-  *('tree_budget', 'temperature', 'block_size', 'ignore_eos', 'seed'),
-  *('batch_size', 'prefill_chunk', 'kernels', 'output', 'plots'),
-)
-TREE_BUDGETS = (4, 8, 16, 32, 64, 128, 256, 512)
-TEMPERATURES = (0.0, 0.8, 1.0)
-BATCH_SIZE = 32
 
 
 class Item(NamedTuple):
@@ -55,74 +39,60 @@ class Item(NamedTuple):
   method: str
   tree_budget: int
   tree_policy: str
-  chain_seed: bool
+  keep_top1_chain: bool
   forced: bool
 
   @property
   def title(self) -> str:
     words = [self.method]
     words += [str(self.tree_budget)] if self.method == 'ddtree' else []
-    words += ['chain kept'] if self.chain_seed else []
+    words += ['chain kept'] if self.keep_top1_chain else []
     return ' '.join([*words, 'on real text'] if self.forced else words)
 
 
 class Job(NamedTuple):
   """One prompt at one temperature."""
 
-  prompt: sweep.Passage
+  prompt: resumable_runs.Passage
   temperature: float
   seed: int
 
 
-def run(config: RunConfig) -> int:
+def run(flags: BenchAcceptanceFlags) -> int:
   """Prints and writes what was found; 1 if float32 outputs are not AR's."""
-  _check(config)
-  corpus = sweep.corpus_of(config)
-  prompts, tokenizer = sweep.passages(config, corpus)
-  target = load_target(config)
+  _check(flags)
+  corpus = resumable_runs.corpus_of(flags)
+  prompts, tokenizer = resumable_runs.passages(flags, corpus)
+  target = load_target(flags.target, flags.dtype, flags.weights)
   if corpus is not None:
     check_pair(corpus, target)
-  with status('loading the drafter'):
-    drafter = api.load_drafter(
-      required(config.drafter, 'drafter', config.mode),
-      target,
-      config.block_size,
-      config.drafter_attention_factor,
-    )
-  bench = _Bench(config, target, drafter, corpus, prompts, tokenizer)
+  drafter = load_drafter(flags, flags.drafter, target)
+  bench = _Bench(flags, target, drafter, corpus, prompts, tokenizer)
   for prompt in prompts:
     with texts.naming(prompt.where, prompt.id):
       texts.check_fit(prompt.ids, target, None)
-  records = sweep.read_runs(config.output, bench.common)
-  items = _plan(config, drafter, forced=prompts[0].text is not None)
+  records = resumable_runs.read_runs(flags.output, bench.common)
+  items = _items(flags, drafter, forced=prompts[0].text is not None)
   jobs = [bench.jobs(item, records) for item in items]
   with contextlib.ExitStack() as stack:
-    advance = stack.enter_context(sweep.progress(sum(map(len, jobs))))
+    advance = stack.enter_context(resumable_runs.progress(sum(map(len, jobs))))
     write = None
-    if config.output is not None:
-      lines = JsonLines(config.output, append=True)
+    if flags.output is not None:
+      lines = JsonLines(flags.output, append=True)
       write = stack.enter_context(lines).write
     for item, todo in zip(items, jobs, strict=True):
       records += bench.run(item, todo, records, advance, write)
-  return _finish(config, summarise(records))
+  return _finish(flags, summarise(records))
 
 
-def _check(config: RunConfig) -> None:
+def _check(flags: BenchAcceptanceFlags) -> None:
   """What can be refused before anything is loaded."""
-  required(config.target, 'target', config.mode)
-  required(config.drafter, 'drafter', config.mode)
-  check_budgets(config)
-  check_output(config.output)
-  _check_tables(config.output)
-  for temperature in _temperatures(config):
-    SamplingConfig(temperature=temperature, seed=config.seed or 0)
-  counts = ('num_prompts', 'prompt_length', 'max_new_tokens')
-  for flag in (*counts, 'batch_size', 'prefill_chunk'):
-    value = getattr(config, flag)
-    if value is not None and value < 1:
-      raise UserError(f'--{flag}={value} is below 1')
-  if config.plots is not None:
-    check_output(config.plots, 'plots', folder=True)
+  check_output(flags.output)
+  _check_tables(flags.output)
+  for temperature in flags.temperatures:
+    SamplingConfig(temperature=temperature, seed=flags.seed)
+  if flags.plots is not None:
+    check_output(flags.plots, 'plots', folder=True)
     check_plots()
 
 
@@ -152,40 +122,32 @@ def tables_path(output: str | None) -> pathlib.Path | None:
   return path.with_name(f'{stem}.md')
 
 
-def _temperatures(config: RunConfig) -> list[float]:
-  if config.temperature is None:
-    return list(TEMPERATURES)
-  return sorted(set(numbers(config.temperature, 'temperature')))
-
-
-def _plan(
-  config: RunConfig, drafter: api.LoadedDrafter, forced: bool
+def _items(
+  flags: BenchAcceptanceFlags, drafter: api.LoadedDrafter, forced: bool
 ) -> list[Item]:
   """AR, then the chain and trees with and without it; the same on text."""
-  budgets = TREE_BUDGETS
-  if config.tree_budget is not None:
-    budgets = sorted(set(integers(config.tree_budget, 'tree_budget')))
+  budgets = sorted(set(flags.tree_budget))
   depth = drafter.block_size - 1
-  plan = [Item('ar', 0, 'best_first', False, False)]
+  items = [Item('ar', 0, 'best_first', False, False)]
   for on_text in (False, True) if forced else (False,):
-    plan.append(Item('chain', depth, 'chain', False, on_text))
+    items.append(Item('chain', depth, 'chain', False, on_text))
     for seeded in (False,) if on_text else (False, True):
-      plan += [
+      items += [
         Item('ddtree', budget, 'best_first', seeded, on_text)
         for budget in budgets
       ]
-  return plan
+  return items
 
 
 @dataclasses.dataclass
 class _Bench:
   """All that stays the same from item to item."""
 
-  config: RunConfig
+  flags: BenchAcceptanceFlags
   target: api.Target
   drafter: api.LoadedDrafter
   corpus: Corpus | None
-  prompts: list[sweep.Passage]
+  prompts: list[resumable_runs.Passage]
   tokenizer: Tokenizer | None
 
   @functools.cached_property
@@ -194,21 +156,20 @@ class _Bench:
     return {
       'target': self.target.name,
       'drafter': self.drafter.name,
-      'fingerprint': sweep.fingerprint(self.target, self.drafter),
+      'fingerprint': resumable_runs.fingerprint(self.target, self.drafter),
       'corpus': self.corpus and sha256(self.corpus.identity('test'))[:16],
       'dtype': np.dtype(self.target.dtype).name,
       'block_size': self.drafter.block_size,
-      'max_new_tokens': sweep.max_new_tokens(self.config),
-      'ignore_eos': bool(self.config.ignore_eos),
+      'max_new_tokens': self.flags.max_new_tokens,
+      'ignore_eos': self.flags.ignore_eos,
     }
 
   def jobs(self, item: Item, records: Sequence[dict[str, Any]]) -> list[Job]:
     """What of one item is not among the records."""
     done = {_key(record) for record in records}
-    temperatures = [0.0] if item.forced else _temperatures(self.config)
-    seed = self.config.seed or 0
+    temperatures = [0.0] if item.forced else self.flags.temperatures
     jobs = [
-      Job(prompt, temperature, seed + index)
+      Job(prompt, temperature, self.flags.seed + index)
       for index, prompt in enumerate(self.prompts)
       for temperature in temperatures
     ]
@@ -238,9 +199,7 @@ class _Bench:
       if record['method'] == 'ar'
     }
     lines = []
-    for batch, count in sweep.batches(
-      jobs, self.config.batch_size or BATCH_SIZE
-    ):
+    for batch, count in resumable_runs.batches(jobs, self.flags.batch_size):
       made = (self._forced if item.forced else self._free)(item, batch)
       for line in made[:count]:
         ids = outputs.get(_key(line)[:-1])
@@ -266,39 +225,37 @@ class _Bench:
       'prompt_ids': job.prompt.ids,
       'method': item.method,
       'tree_budget': item.tree_budget,
-      'chain_seed': item.chain_seed,
+      'keep_top1_chain': item.keep_top1_chain,
       'forced': item.forced,
     }
 
-  def _options(self, item: Item) -> dict[str, Any]:
-    defaults, config = generation.GenerateOptions, self.config
-    count = sweep.max_new_tokens(config)
+  def _options(self, item: Item) -> GenerateOptions:
+    flags, limit = self.flags, self.target.config.max_position_embeddings
     longest = max(len(prompt.ids) for prompt in self.prompts)
-    limit = self.target.config.max_position_embeddings
-    options = {
-      'max_new_tokens': count,
-      'tree_budget': item.tree_budget,
-      'tree_policy': item.tree_policy,
-      'chain_seed': item.chain_seed,
-      'capacity': generation.bucket(longest + count, limit),
-      'prefill_chunk': config.prefill_chunk or defaults.prefill_chunk,
-      'kernels': config.kernels or defaults.kernels,
-    }
-    return options | ({'stop_ids': ()} if config.ignore_eos else {})
+    return GenerateOptions(
+      max_new_tokens=flags.max_new_tokens,
+      tree_budget=item.tree_budget,
+      tree_policy=item.tree_policy,
+      keep_top1_chain=item.keep_top1_chain,
+      capacity=generation.bucket(longest + flags.max_new_tokens, limit),
+      prefill_chunk=flags.prefill_chunk,
+      kernels=flags.kernels,
+      stop_ids=() if flags.ignore_eos else None,
+    )
 
   def _free(self, item: Item, batch: Sequence[Job]) -> list[dict[str, Any]]:
     """Lines of the model's own text, without `match`."""
     drafter = None if item.method == 'ar' else self.drafter
-    results = generation.generate_batch(
+    results = generation.continue_prompts(
       self.target,
       drafter,
       [job.prompt.ids for job in batch],
+      self._options(item),
       sampling=[
         SamplingConfig(temperature=job.temperature, seed=job.seed)
         for job in batch
       ],
       record_rounds=drafter is not None,
-      **self._options(item),
     )
     return [
       self._line(item, job, result)
@@ -307,12 +264,12 @@ class _Bench:
 
   def _forced(self, item: Item, batch: Sequence[Job]) -> list[dict[str, Any]]:
     """Lines of given text, with the target's own walks beside."""
-    results = generation.force(
+    results = generation.follow_texts(
       self.target,
       self.drafter,
       [job.prompt.text or [] for job in batch],
       len(batch[0].prompt.ids),
-      **self._options(item),
+      self._options(item),
     )
     return [
       self._line(item, job, result.by_text)
@@ -326,9 +283,9 @@ class _Bench:
     """As in `--mode=generate`, and what became of the nodes."""
     drafter = None if item.method == 'ar' else self.drafter
     plain = dataclasses.replace(result, rounds=None)
-    run = generate.Run(item.method, item.tree_budget, item.tree_policy)
-    named = self._named(item, job)
-    line = named | generate.record(run, plain, drafter, named) | self.common
+    variant = generate.Variant(item.method, item.tree_budget, item.tree_policy)
+    made = generate.record(variant, plain, drafter, job.temperature, job.seed)
+    line = self._named(item, job) | made | self.common
     if self.tokenizer is not None:
       line['text'] = self.tokenizer.decode(result.output_ids)
     if result.rounds is not None:
@@ -339,21 +296,21 @@ class _Bench:
 
 def _key(record: dict[str, Any]) -> tuple:
   """Names a run; without the last entry, its prompt and its draws."""
-  names = ('method', 'tree_budget', 'chain_seed', 'forced')
+  names = ('method', 'tree_budget', 'keep_top1_chain', 'forced')
   drawn = record['id'], record['temperature'], record['seed']
   ids = tuple(record['prompt_ids'])
   return *drawn, ids, tuple(record[name] for name in names)
 
 
-def _finish(config: RunConfig, rows: list[Row]) -> int:
+def _finish(flags: BenchAcceptanceFlags, rows: list[Row]) -> int:
   """Tables, pictures, verdict."""
   text = markdown(rows)
   print(text)
-  path = tables_path(config.output)
+  path = tables_path(flags.output)
   if path is not None:
     write_atomically(path, [text.encode()])
-  if config.plots is not None:
-    folder = pathlib.Path(config.plots)
+  if flags.plots is not None:
+    folder = pathlib.Path(flags.plots)
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in (
       ('acceptance.png', acceptance_by_budget),
@@ -370,5 +327,5 @@ def _finish(config: RunConfig, rows: list[Row]) -> int:
       f'temperature {temperature:g}: {same[temperature]} of {count} outputs '
       'are token for token those of AR'
     )
-  exact = (config.dtype or 'float32') == 'float32'
+  exact = flags.dtype == 'float32'
   return int(exact and same != total)

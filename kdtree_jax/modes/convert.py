@@ -14,32 +14,30 @@ from kdtree_jax.io.files import file_kind, one_line
 from kdtree_jax.io.kdtr import read_bundle, write_bundle
 from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.tensors import read_json
-from kdtree_jax.modes.run_config import RunConfig, required, status
+from kdtree_jax.modes.options import ConvertFlags
+from kdtree_jax.modes.status import status
 
-FLAGS = ('target', 'drafter', 'weights', 'output')
 GENERATION_FILE = 'generation_config.json'
 # Keys that say nothing, and the stop ids, which a bundle has.
 CARRIED = {'eos_token_id', '_from_model_config', 'transformers_version'}
 
 
-def run(config: RunConfig) -> int:
+def run(flags: ConvertFlags) -> int:
   """Writes `--output`: a `.kdtr` file of a folder, a folder of a bundle.
 
   Without `--target` the file holds the drafter alone.
   """
-  if config.target is None and config.drafter is None:
-    raise UserError('--mode=convert needs --target, --drafter or both')
-  flag = 'drafter' if config.target is None else 'target'
-  source = pathlib.Path(getattr(config, flag))
-  output = pathlib.Path(required(config.output, 'output', 'convert'))
+  flag = 'drafter' if flags.target is None else 'target'
+  source = pathlib.Path(getattr(flags, flag))
+  output = pathlib.Path(flags.output)
   kind = file_kind(source)
   if kind is None:
     raise UserError(f'--{flag}={source}: no such file or folder')
   with status(f'converting {source}'):
     if kind == 'folder':
-      _to_bundle(config, source, output)
+      _to_bundle(flags, source, output)
     else:
-      _to_folder(config, source, output)
+      _to_folder(flags, source, output)
   print(f'wrote {output}')
   for line in left_behind(source):
     print(line)
@@ -57,17 +55,17 @@ def left_behind(source: pathlib.Path) -> list[str]:
 
 
 def _to_bundle(
-  config: RunConfig, source: pathlib.Path, output: pathlib.Path
+  flags: ConvertFlags, source: pathlib.Path, output: pathlib.Path
 ) -> None:
   if output.suffix != '.kdtr':
     raise UserError(f'--output={output}: a bundle is a .kdtr file')
   check_output(str(output))
-  dtype = api.DTYPES.get(config.weights or 'as_stored')
-  if config.target is None:
+  dtype = api.DTYPES.get(flags.weights)
+  if flags.target is None:
     bundle = read_drafter(source, dtype=dtype)
   else:
-    _check_pair(config.drafter, source)
-    bundle = read_checkpoint(source, expanded=dtype, drafter=config.drafter)
+    _check_pair(flags.drafter, source)
+    bundle = read_checkpoint(source, expanded=dtype, drafter=flags.drafter)
   write_bundle(output, bundle)
 
 
@@ -81,12 +79,10 @@ def _check_pair(drafter: str | None, source: pathlib.Path) -> None:
 
 
 def _to_folder(
-  config: RunConfig, source: pathlib.Path, output: pathlib.Path
+  flags: ConvertFlags, source: pathlib.Path, output: pathlib.Path
 ) -> None:
-  unused = ['weights'] if config.target is None else ['weights', 'drafter']
-  for flag in unused:
-    if getattr(config, flag) is not None:
-      raise UserError(f'--{flag} is not used to convert a bundle')
+  unused = ['weights'] if flags.target is None else ['weights', 'drafter']
+  flags.refuse(unused, 'is not used to convert a bundle')
   if output.suffix == '.kdtr':
     raise UserError(f'--output={output}: a bundle is converted to a folder')
   check_new_folder(output)

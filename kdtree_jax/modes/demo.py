@@ -10,11 +10,9 @@ from kdtree_jax.decode import GenerateResult
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.tokenizer import load_tokenizer
 from kdtree_jax.modes import demo_pair
-from kdtree_jax.modes.run_config import RunConfig, integers, status
-
-FLAGS = ('bundle', 'max_new_tokens', 'block_size', 'tree_budget', 'drafter')
-MAX_NEW_TOKENS = 24
-TREE_BUDGET = 16
+from kdtree_jax.modes.options import DemoFlags
+from kdtree_jax.modes.status import status
+from kdtree_jax.options import GenerateOptions
 
 READING = (
   'How to read this: the oracle drafter knows the answer, which isolates the '
@@ -25,38 +23,33 @@ READING = (
 )
 
 
-def run(config: RunConfig) -> int:
+def run(flags: DemoFlags) -> int:
   """Prints the runs; 1 if their tokens differ.
 
   Without `--bundle`, the trained pair comes after the oracle's run.
   """
-  path = config.bundle or bundled('tiny')
+  path = flags.bundle or bundled('tiny')
   target = api.load_target(path, 'float32')
   prompt = target.golden.get('prompt')
   if prompt is None:
     raise UserError(f'--bundle={path}: the bundle has no golden prompt')
   prompt = prompt.tolist()
-  drafter = api.load_drafter(
-    config.drafter or 'oracle', target, config.block_size
-  )
-  count = config.max_new_tokens
-  count = MAX_NEW_TOKENS if count is None else count
-  budget = _budget(config)
+  drafter = api.load_drafter(flags.drafter, target, flags.block_size)
+  count, budget = flags.max_new_tokens, flags.tree_budget
   _print_model(target, prompt)
+  options = GenerateOptions(
+    max_new_tokens=count, tree_budget=budget, stop_ids=()
+  )
   with status('AR: compiling and decoding'):
-    ar = generation.generate(
-      target, None, prompt, max_new_tokens=count, stop_ids=()
-    )
+    (ar,) = generation.continue_prompts(target, None, [prompt], options)
   _print_run('AR    ', ar)
   with status('DDTree: compiling and decoding'):
-    tree = generation.generate(
+    (tree,) = generation.continue_prompts(
       target,
       drafter,
-      prompt,
-      max_new_tokens=count,
-      tree_budget=budget,
-      stop_ids=(),
-      golden_ids=_golden(target, prompt, count + drafter.block_size),
+      [prompt],
+      options,
+      golden=_golden(target, prompt, count + drafter.block_size),
     )
   _print_run('DDTree', tree)
   same = ar.output_ids == tree.output_ids
@@ -71,7 +64,7 @@ def run(config: RunConfig) -> int:
     f'DDTree {tree.seconds.decode:.4f}'
   )
   print(READING.format(oracle=min(drafter.block_size, budget + 1)))
-  if config.bundle is None:
+  if flags.bundle is None:
     print()
     same &= _trained()
   return 0 if same else 1
@@ -88,21 +81,12 @@ def _trained() -> bool:
   return demo_pair.show_pair(target, drafter, tokenizer)
 
 
-def _budget(config: RunConfig) -> int:
-  if config.tree_budget is None:
-    return TREE_BUDGET
-  budgets = integers(config.tree_budget, 'tree_budget')
-  if len(budgets) != 1:
-    raise UserError('--tree_budget takes one value in --mode=demo')
-  return budgets[0]
-
-
 def _golden(
   target: api.Target, prompt: list[int], count: int
-) -> list[int] | None:
+) -> list[list[int]] | None:
   """The bundle's golden sequence, if it is long enough for an oracle."""
   tokens = target.golden.get('ar_tokens', ())
-  return [*prompt, *tokens] if len(tokens) >= count else None
+  return [[*prompt, *tokens]] if len(tokens) >= count else None
 
 
 def _print_model(target: api.Target, prompt: list[int]) -> None:

@@ -1,12 +1,15 @@
 """The demo's second part: a trained target and a real drafter on real text."""
 
+import dataclasses
+
 import jax
 
 from kdtree_jax import api, generation
 from kdtree_jax.analysis.acceptance import sibling_ranks
 from kdtree_jax.decode import GenerateResult, RoundRecord
 from kdtree_jax.io.tokenizer import Tokenizer
-from kdtree_jax.modes.run_config import status
+from kdtree_jax.modes.status import status
+from kdtree_jax.options import GenerateOptions
 from kdtree_jax.tree.draft_tree import format_tree
 
 TARGET, DRAFTER = 'python_small', 'python_small_drafter'
@@ -36,9 +39,9 @@ def show_pair(
     f'DFlash drafter, {_size(drafter.params)}, block size {drafter.block_size}'
   )
   print(f'prompt({len(prompt)}):\n{_indented(PROMPT)}')
-  options = {'max_new_tokens': MAX_NEW_TOKENS, 'stop_ids': ()}
+  options = GenerateOptions(max_new_tokens=MAX_NEW_TOKENS, stop_ids=())
   with status('AR: compiling and decoding'):
-    ar = generation.generate(target, None, prompt, **options)
+    (ar,) = generation.continue_prompts(target, None, [prompt], options)
   print(f'AR ({ar.target_forwards} target forwards):')
   print(_indented(tokenizer.decode(ar.output_ids)))
   same = True
@@ -47,14 +50,12 @@ def show_pair(
     (f'DDTree, budget {TREE_BUDGET}', 'best_first', TREE_BUDGET),
   ):
     with status(f'{name}: compiling and decoding'):
-      result = generation.generate(
+      (result,) = generation.continue_prompts(
         target,
         drafter,
-        prompt,
-        tree_policy=policy,
-        tree_budget=budget,
+        [prompt],
+        dataclasses.replace(options, tree_policy=policy, tree_budget=budget),
         record_rounds=True,
-        **options,
       )
     print(
       f'{name} ({result.target_forwards} target forwards, acceptance length '

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Buffer, Callable
 from typing import TextIO
 
-import jax
-
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import reason, show_path
 
@@ -64,7 +62,7 @@ def _caught(work: Callable[[], int]) -> int:
     return INTERRUPTED
   except MemoryError:
     return fail(_TOO_LARGE)
-  except jax.errors.JaxRuntimeError as error:
+  except RuntimeError as error:  # JAX's is one; it may not be imported yet.
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
     return fail(_TOO_LARGE)

@@ -41,9 +41,8 @@ from kdtree_jax.io.tensors import (
   TensorSource,
   read_json,
 )
-from kdtree_jax.modes.run_config import RunConfig, required
+from kdtree_jax.modes.options import InspectFlags
 
-FLAGS = ('target',)
 _EXPERT = re.compile(r'(.*\.experts\.)([0-9]+)(\..*)')
 
 
@@ -65,9 +64,9 @@ class _Row:
     return self.values * ITEM_BYTES.get(self.dtype, 0)
 
 
-def run(config: RunConfig) -> int:
+def run(flags: InspectFlags) -> int:
   """Prints the description of `--target`."""
-  print(describe(required(config.target, 'target', 'inspect')))
+  print(describe(flags.target))
   return 0
 
 

@@ -11,9 +11,9 @@ import rich.progress
 
 from kdtree_jax import api
 from kdtree_jax.decode import GenerateResult
-from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import Progress
-from kdtree_jax.modes.run_config import RunConfig, required, status
+from kdtree_jax.modes.options.shared import DrafterFlags, TargetFlags
+from kdtree_jax.modes.status import status
 from kdtree_jax.named_configs import load_config
 from kdtree_jax.training.corpus import Corpus
 
@@ -56,35 +56,46 @@ def _size(path: pathlib.Path) -> int | None:
     return None
 
 
-def load_target(config: RunConfig) -> api.Target:
-  """`--target` or `--config`, in the form that the flags ask for."""
-  check_target(config)
-  if config.config is not None:
-    with status('making random weights'):
-      return api.random_target(
-        config.config, config.dtype or 'float32', config.layers
-      )
-  path = config.target
+def load_target(path: str, dtype: str, weights: str) -> api.Target:
+  """`api.load_target`, with a bar on a terminal."""
   with loading(path) as progress:
-    return api.load_target(
-      path,
-      config.dtype or 'float32',
-      config.weights or 'as_stored',
-      progress,
+    return api.load_target(path, dtype, weights, progress)
+
+
+def target_of(flags: TargetFlags, dtype: str) -> api.Target:
+  """`--target` or `--config`, in the form that the flags ask for."""
+  if flags.target is not None:
+    return load_target(flags.target, dtype, flags.weights)
+  with status('making random weights'):
+    return api.random_target(_config(flags), dtype, flags.layers)
+
+
+def check_config(flags: TargetFlags) -> None:
+  """Refuses a file of `--config` that cannot be run, before other work."""
+  if flags.config is not None:
+    load_config(flags.config)
+
+
+def _config(flags: TargetFlags) -> str:
+  assert flags.config is not None  # The flags are one or the other.
+  return flags.config
+
+
+def load_drafter(
+  flags: DrafterFlags,
+  name: str,
+  target: api.Target,
+  acceptance_rate: float | None = None,
+) -> api.LoadedDrafter:
+  """`--drafter`, for a target."""
+  with status('loading the drafter'):
+    return api.load_drafter(
+      name,
+      target,
+      flags.block_size,
+      flags.drafter_attention_factor,
+      acceptance_rate,
     )
-
-
-def check_target(config: RunConfig) -> None:
-  """Refuses all but one of `--target` and `--config`."""
-  if config.config is None:
-    required(config.target, 'target or --config', config.mode)
-    if config.layers is not None:
-      raise UserError('--layers is not used without --config')
-    return
-  for flag in ('target', 'weights'):
-    if getattr(config, flag) is not None:
-      raise UserError(f'--config and --{flag} exclude each other')
-  load_config(config.config)
 
 
 def check_pair(corpus: Corpus, target: api.Target) -> None:

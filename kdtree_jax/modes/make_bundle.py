@@ -8,23 +8,24 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.io.huggingface import num_parameters
 from kdtree_jax.io.kdtr import Bundle, write_bundle
 from kdtree_jax.io.paths import check_output
-from kdtree_jax.modes.run_config import RunConfig, required, status
+from kdtree_jax.modes.options import MakeBundleFlags
+from kdtree_jax.modes.status import status
 from kdtree_jax.named_configs import load_config
 
-FLAGS = ('variant', 'output', 'seed')
 PROMPT_LENGTH = 8
 GOLDEN_TOKENS = 128
 # What NumPy generates and decodes in a minute.
 MAX_PARAMETERS = 50_000_000
 
 
-def run(config: RunConfig) -> int:
+def run(flags: MakeBundleFlags) -> int:
   """Writes `--output`, by default `<variant>.kdtr` in this folder."""
-  variant = required(config.variant, 'variant', 'make_bundle')
-  path = f'{variant}.kdtr' if config.output is None else config.output
+  variant, path = flags.variant, flags.output
+  if path is None:
+    path = f'{variant}.kdtr'
   check_output(path)
   with status(f'generating {variant}'):
-    bundle = make_bundle(variant, config.seed)
+    bundle = make_bundle(variant, flags.seed)
     write_bundle(path, bundle)
   print(
     f'wrote {path}: {variant}, {len(bundle.target)} tensors, '

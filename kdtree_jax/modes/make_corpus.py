@@ -3,26 +3,18 @@
 import pathlib
 
 from kdtree_jax.io.paths import check_output
-from kdtree_jax.modes.run_config import (
-  RunConfig,
-  required,
-  status,
-)
+from kdtree_jax.modes.options import MakeCorpusFlags
+from kdtree_jax.modes.status import status
 from kdtree_jax.training.build import build_corpus
 
-FLAGS = ('corpus_sources', 'vocab_size', 'max_tokens', 'output')
-DEFAULT_VOCAB = 4096
 
-
-def run(config: RunConfig) -> int:
+def run(flags: MakeCorpusFlags) -> int:
   """Writes the folder `--output`."""
-  folders = required(config.corpus_sources, 'corpus_sources', 'make_corpus')
-  output = required(config.output, 'output', 'make_corpus')
+  folders, output = flags.corpus_sources, flags.output
   check_output(output, folder=True)
-  size = DEFAULT_VOCAB if config.vocab_size is None else config.vocab_size
   with status(f'reading {", ".join(folders)}'):
     manifest = build_corpus(
-      folders, pathlib.Path(output), size, config.max_tokens
+      folders, pathlib.Path(output), flags.vocab_size, flags.max_tokens
     )
   for split, counts in manifest['splits'].items():
     per_token = counts['bytes'] / counts['tokens']

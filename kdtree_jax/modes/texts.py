@@ -11,9 +11,7 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import show
 from kdtree_jax.io.prompts import Prompt, read_prompts
 from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
-from kdtree_jax.modes.run_config import RunConfig, integers
-
-SOURCES = ('prompt_ids', 'prompt', 'prompts')
+from kdtree_jax.modes.options.generating import AuditFlags, GenerateFlags
 
 
 @dataclasses.dataclass
@@ -37,42 +35,44 @@ class Talk:
     return dataclasses.replace(self, messages=list(self.messages))
 
 
-def talks(config: RunConfig, tokenizer: Tokenizer | None) -> list[Talk]:
+def talks(
+  flags: GenerateFlags | AuditFlags, tokenizer: Tokenizer | None
+) -> list[Talk]:
   """The prompts that the flags name, each with nothing said yet.
 
   Raises:
-    UserError: none or two sources, no tokenizer, or turns without `--chat`.
+    UserError: no tokenizer, or turns without `--chat`.
   """
-  given = [name for name in SOURCES if getattr(config, name) is not None]
-  if len(given) != 1:
-    names = ' or '.join(f'--{name}' for name in SOURCES)
-    raise UserError(f'--mode={config.mode} needs one of {names}')
-  (source,) = given
-  parse_special = config.parse_special_in_messages
-  if parse_special is not None and not config.chat:
-    raise UserError('--parse_special_in_messages is not used without --chat')
-  if source == 'prompt_ids':
-    if config.chat:
-      raise UserError('--chat is not used with --prompt_ids')
-    ids = integers(config.prompt_ids, source)
-    return [Talk(Prompt(0, ()), ids)]
+  if flags.prompt_ids is not None:
+    return [Talk(Prompt(0, ()), list(flags.prompt_ids))]
   if tokenizer is None:
+    flag = 'prompts' if flags.prompt is None else 'prompt'
     raise UserError(
-      f'--{source} needs a tokenizer, and {config.target or config.config} '
-      'has none; use '
-      '--prompt_ids'
+      f'--{flag} needs a tokenizer, and {flags.target or flags.config} has '
+      'none; use --prompt_ids'
     )
-  if source == 'prompt':
-    prompts = [Prompt(0, (config.prompt,))]
-  else:
-    prompts = read_prompts(config.prompts)
-  for prompt in prompts:
-    if len(prompt.turns) > 1 and not config.chat:
+  special = flags.parse_special_in_messages
+  if flags.prompts is not None:
+    return talks_in(flags.prompts, flags.chat, special)
+  return [Talk(Prompt(0, (flags.prompt or '',)), None, special)]
+
+
+def talks_in(
+  path: str, chat: bool = False, parse_special: bool = False
+) -> list[Talk]:
+  """The prompts of a file, each with nothing said yet.
+
+  Raises:
+    UserError: it cannot be read, or has turns that need a chat.
+  """
+  found = read_prompts(path)
+  for prompt in found:
+    if len(prompt.turns) > 1 and not chat:
       raise UserError(
-        f'--prompts={config.prompts}: prompt {prompt.id!r} has '
-        f'{len(prompt.turns)} turns, which need --chat'
+        f'--prompts={path}: prompt {prompt.id!r} has {len(prompt.turns)} '
+        'turns, which need --chat'
       )
-  return [Talk(prompt, None, bool(parse_special)) for prompt in prompts]
+  return [Talk(prompt, None, parse_special) for prompt in found]
 
 
 def first_ids(
@@ -143,7 +143,7 @@ def answer(
   talk: Talk,
   result: GenerateResult,
   tokenizer: Tokenizer | None,
-  stop_strings: Sequence[str] | None = None,
+  stop_strings: Sequence[str] = (),
 ) -> str | None:
   """The text of a result, which becomes part of the talk; None: no tokenizer.
 
@@ -152,7 +152,7 @@ def answer(
   if tokenizer is None:
     return None
   text = tokenizer.decode(result.output_ids)
-  ends = [text.find(stop) for stop in stop_strings or ()]
+  ends = [text.find(stop) for stop in stop_strings]
   ends = [end for end in ends if end >= 0]
   if ends:
     text = text[: min(ends)]
@@ -162,7 +162,7 @@ def answer(
   return text
 
 
-def tokenizer_of(config: RunConfig) -> Tokenizer | None:
+def tokenizer_of(flags: GenerateFlags | AuditFlags) -> Tokenizer | None:
   """The tokenizer beside the target, checked against the flags.
 
   With `--prompt_ids` it only adds text to the results, so that one which
@@ -171,16 +171,16 @@ def tokenizer_of(config: RunConfig) -> Tokenizer | None:
   Raises:
     UserError: a broken tokenizer, or `--chat` without a template.
   """
-  if config.target is None:  # Random weights have none.
-    if config.chat:
+  if flags.target is None:  # Random weights have none.
+    if flags.chat:
       raise UserError('--chat is not used with --config')
     return None
   try:
-    tokenizer = load_tokenizer(config.target)
+    tokenizer = load_tokenizer(flags.target)
   except UserError:
-    if config.prompt_ids is None:
+    if flags.prompt_ids is None:
       raise
     return None
-  if config.chat and (tokenizer is None or tokenizer.template is None):
-    raise UserError(f'--chat: {config.target} has no chat template')
+  if flags.chat and (tokenizer is None or tokenizer.template is None):
+    raise UserError(f'--chat: {flags.target} has no chat template')
   return tokenizer

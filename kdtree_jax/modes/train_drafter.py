@@ -13,7 +13,7 @@ import numpy as np
 from kdtree_jax import api, generation
 from kdtree_jax.config import DrafterConfig
 from kdtree_jax.decode import SamplingConfig
-from kdtree_jax.decode.generate import generate
+from kdtree_jax.decode.drivers import decode_to_end
 from kdtree_jax.decode.sampling import Sampling
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.bundle import Bundle
@@ -21,8 +21,9 @@ from kdtree_jax.io.digests import weights_digest
 from kdtree_jax.io.export import write_checkpoint
 from kdtree_jax.io.huggingface import drafter_shapes
 from kdtree_jax.io.paths import check_output
-from kdtree_jax.modes.loading import check_pair, loading
-from kdtree_jax.modes.run_config import RunConfig, required, status
+from kdtree_jax.modes.loading import check_pair, load_target
+from kdtree_jax.modes.options import TrainDrafterFlags
+from kdtree_jax.modes.status import status
 from kdtree_jax.named_configs import load_recipe
 from kdtree_jax.training.checkpoints import Run
 from kdtree_jax.training.corpus import Corpus, read_corpus
@@ -43,7 +44,6 @@ from kdtree_jax.training.streams import (
   write_arrays,
 )
 
-FLAGS = ('target', 'weights', 'corpus', 'recipe', 'train_steps', 'output')
 # What a recipe's file calls the drafter's.
 ATTRIBUTE = 'DRAFTER_RECIPE'
 DRAFTER_FOLDER, ROLLOUTS = 'drafter', 'rollouts.npz'
@@ -51,26 +51,20 @@ DRAFTER_FOLDER, ROLLOUTS = 'drafter', 'rollouts.npz'
 ROWS = 1024
 
 
-def run(config: RunConfig) -> int:
+def run(flags: TrainDrafterFlags) -> int:
   """Trains, or continues, the run in `--output`."""
-  path, corpus, name, output = (
-    required(getattr(config, flag), flag, 'train_drafter')
-    for flag in ('target', 'corpus', 'recipe', 'output')
-  )
-  check_output(output, folder=True)
-  _, recipe = load_recipe(name, ATTRIBUTE)
-  recipe = recipe.with_steps(config.train_steps)
-  read = read_corpus(corpus)
-  prompts(recipe, read)
-  with loading(path) as progress:
-    target = api.load_target(
-      path, recipe.compute_dtype, config.weights or 'as_stored', progress
-    )
-  records = train(target, read, recipe, pathlib.Path(output))
+  output = pathlib.Path(flags.output)
+  check_output(flags.output, folder=True)
+  _, recipe = load_recipe(flags.recipe, ATTRIBUTE)
+  recipe = recipe.with_steps(flags.train_steps)
+  corpus = read_corpus(flags.corpus)
+  prompts(recipe, corpus)
+  target = load_target(flags.target, recipe.compute_dtype, flags.weights)
+  records = train(target, corpus, recipe, output)
   for key, value in records[-1].items():
     if isinstance(value, float):
       print(f'{key}: {value:.4g}')
-  print(f'wrote {pathlib.Path(output) / DRAFTER_FOLDER}')
+  print(f'wrote {output / DRAFTER_FOLDER}')
   return 0
 
 
@@ -320,14 +314,13 @@ class Roller:
       self.target,
       None,
       prompts,
-      None,
-      {
-        'max_new_tokens': num_tokens,
-        'stop_ids': (),
-        'capacity': self.capacity,
+      generation.GenerateOptions(
+        max_new_tokens=num_tokens,
+        stop_ids=(),
+        capacity=self.capacity,
         # Any above 0: the program that draws; each row has its own.
-        'temperature': 1.0,
-      },
+        temperature=1.0,
+      ),
     )
     requests = [
       SamplingConfig(
@@ -337,7 +330,7 @@ class Roller:
       for row in rows
     ]
     state = made.state.replace(sampling=Sampling.of(requests))
-    state, _ = generate(made.engine, made.params, state)
+    state, _ = decode_to_end(made.engine, made.params, state)
     return np.asarray(state.tokens)
 
 

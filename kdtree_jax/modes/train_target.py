@@ -16,10 +16,7 @@ from kdtree_jax.io.huggingface import num_parameters
 from kdtree_jax.io.kdtr import Bundle, write_bundle
 from kdtree_jax.io.paths import check_output
 from kdtree_jax.io.unload import target_tensors
-from kdtree_jax.modes.run_config import (
-  RunConfig,
-  required,
-)
+from kdtree_jax.modes.options import TrainTargetFlags
 from kdtree_jax.named_configs import load_recipe
 from kdtree_jax.training.checkpoints import METRICS, Run
 from kdtree_jax.training.corpus import SPLITS, TOKENIZER, Corpus, read_corpus
@@ -31,20 +28,17 @@ from kdtree_jax.training.packing import (
 from kdtree_jax.training.recipe import TrainRecipe
 from kdtree_jax.training.target import TargetTask
 
-FLAGS = ('corpus', 'recipe', 'train_steps', 'output')
 BUNDLE = 'target.kdtr'
 
 
-def run(config: RunConfig) -> int:
+def run(flags: TrainTargetFlags) -> int:
   """Fills the folder `--output`, or goes on where it stands."""
-  name = required(config.recipe, 'recipe', 'train_target')
-  folder = required(config.corpus, 'corpus', 'train_target')
-  output = required(config.output, 'output', 'train_target')
-  check_output(output, folder=True)
+  name, output = flags.recipe, pathlib.Path(flags.output)
+  check_output(flags.output, folder=True)
   model, recipe = load_recipe(name)
-  recipe = recipe.with_steps(config.train_steps)
-  corpus = read_corpus(folder)
-  path = train(name, model, recipe, corpus, pathlib.Path(output))
+  recipe = recipe.with_steps(flags.train_steps)
+  corpus = read_corpus(flags.corpus)
+  path = train(name, model, recipe, corpus, output)
   print(f'wrote {path}')
   return 0
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kdtree_jax.analysis import acceptance, plots, report
+from kdtree_jax.analysis import acceptance, plots, tables
 from kdtree_jax.errors import UserError
 
 
@@ -131,7 +131,7 @@ def record(id, method, budget, lengths, **changes):
     'forced': False,
     'method': method,
     'tree_budget': budget,
-    'chain_seed': False,
+    'keep_top1_chain': False,
     'block_size': 4,
     'acceptance_lengths': lengths,
     'output_ids': list(range(sum(lengths))),
@@ -152,14 +152,14 @@ def sweep():
     record('b', 'ddtree', 8, [3, 3], match=False),
     record('a', 'ddtree', 8, [4, 2]),
     record('a', 'ddtree', 512, [4, 2]),
-    record('b', 'ddtree', 512, [4, 2], chain_seed=True),
+    record('b', 'ddtree', 512, [4, 2], keep_top1_chain=True),
     record('a', 'chain', 3, [1, 2], **forced),
   ]
 
 
 def test_rows_of_a_sweep():
-  rows = report.summarise(sweep())
-  titles = [(row.setting.title.split(',')[0], report.name(row)) for row in rows]
+  rows = tables.summarise(sweep())
+  titles = [(row.setting.title.split(',')[0], tables.name(row)) for row in rows]
   assert titles == [
     ('temperature 0', 'AR'),
     ('temperature 0', 'DFlash chain'),
@@ -178,7 +178,7 @@ def test_rows_of_a_sweep():
   assert not by_target.setting.by_text and by_target.counts is None
   assert by_target.acceptance.mean == 2 and by_text.acceptance.mean == 1.5
   assert by_text.before_loops is None and chain.before_loops.mean == 12 / 5
-  assert report.detail_tree(rows) is tree
+  assert tables.detail_tree(rows) is tree
   assert all(row.looping == 0 for row in rows)
 
 
@@ -186,15 +186,15 @@ def test_loops_in_rows():
   """Two tokens, then eighteen of one kind: it repeats from the fourth on."""
   output = [5, 6] + [7] * 18
   walk = [1, 1, 2, 8, 8]
-  (row,) = report.summarise([record('a', 'chain', 3, walk, output_ids=output)])
+  (row,) = tables.summarise([record('a', 'chain', 3, walk, output_ids=output)])
   assert row.looping == 17 / 20
   # Rounds begin at 0, 1, 2, 4, 12: three of them before token 3.
   assert row.before_loops.mean == 4 / 3 and row.acceptance.mean == 4
-  assert '85.0% of the tokens' in report.markdown([row])
+  assert '85.0% of the tokens' in tables.markdown([row])
 
 
 def test_markdown_of_a_sweep():
-  text = report.markdown(report.summarise(sweep()))
+  text = tables.markdown(tables.summarise(sweep()))
   assert '| DDTree 8 | 3.00 [' in text and '| 4 | 1 of 2 |' in text
   # Every line of a table has as many cells as its head.
   for block in text.split('\n\n'):
@@ -205,7 +205,7 @@ def test_markdown_of_a_sweep():
 
 
 def test_pictures_of_a_sweep():
-  rows = report.summarise(sweep())
+  rows = tables.summarise(sweep())
   for draw in (plots.acceptance_by_budget, plots.acceptance_histogram):
     picture = draw(rows)
     assert picture.startswith(b'\x89PNG') and picture == draw(rows)

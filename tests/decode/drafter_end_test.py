@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from kdtree_jax import api, generation
-from kdtree_jax.decode import generate as drivers
-from kdtree_jax.decode import init_state
+from kdtree_jax.decode import drivers, init_state
 from kdtree_jax.decode.compilation import Call
 from kdtree_jax.modes import loading
-from kdtree_jax.modes.generate import Run, record
+from kdtree_jax.modes.generate import Variant, record
 from tests import support
 
 FIXTURE = 'deepseek_v3_trained_drafter'
@@ -57,7 +56,7 @@ def test_every_driver_takes_them_at_the_same_place(pair, prompts):
   def fresh():
     return init_state(engine, prompts, [NEW_TOKENS] * 2, (), jnp.float32)
 
-  looped, _ = drivers.generate(engine, params, fresh())
+  looped, _ = drivers.decode_to_end(engine, params, fresh())
   widths = []
   for state, trace in drivers.traced(engine, params, fresh()):
     widths += [] if trace is None else [trace.tree.tokens.shape[1]]
@@ -83,7 +82,7 @@ def test_the_draws_stay_those_of_ar(pair, prompts):
   options = OPTIONS | {'temperature': 0.8}
   wanted = generation.generate_batch(pair[0], None, prompts, **options)
   found = generation.generate_batch(
-    *pair, prompts, tree_policy='chain', chain_seed=True, **options
+    *pair, prompts, tree_policy='chain', keep_top1_chain=True, **options
   )
   for ours, theirs in zip(found, wanted, strict=True):
     assert ours.output_ids == theirs.output_ids
@@ -145,12 +144,8 @@ def test_a_line_names_the_limit(pair, prompts):
   assert f'first {POSITIONS} positions' in loading.ends_early(
     target, drafter, [result]
   )
-  line = record(
-    Run('ddtree', BUDGET, 'best_first'),
-    result,
-    drafter,
-    OPTIONS | {'temperature': 0.0, 'seed': 0},
-  )
+  variant = Variant('ddtree', BUDGET, 'best_first')
+  line = record(variant, result, drafter, temperature=0.0, seed=0)
   assert line['draft_forwards'] == line['target_forwards'] - alone
   short = generation.generate(
     *pair, prompts[0], **OPTIONS | {'max_new_tokens': 4}

@@ -11,10 +11,9 @@ import pytest
 
 from kdtree_jax import api, generation
 from kdtree_jax.config import DecodeConfig
-from kdtree_jax.decode import Engine, init_state, stream
-from kdtree_jax.decode import generate as drivers
+from kdtree_jax.decode import Engine, drivers, init_state, stream
 from kdtree_jax.decode.compilation import Call
-from kdtree_jax.decode.generate import (
+from kdtree_jax.decode.drivers import (
   decode_loop,
   decode_rounds,
   traced_round,
@@ -62,7 +61,7 @@ def golden(count):
 
 def test_drivers_agree_bitwise():
   engine, params = trained()
-  looped, _ = drivers.generate(engine, params, fresh(engine))
+  looped, _ = drivers.decode_to_end(engine, params, fresh(engine))
   streamed = [*stream(engine, params, fresh(engine))][-1]
   by_threes = [*stream(engine, params, fresh(engine), 3)]
   traced = [*drivers.traced(engine, params, fresh(engine))][-1][0]
@@ -77,8 +76,8 @@ def test_drivers_agree_bitwise():
 
 def test_same_run_twice_is_bitwise_equal():
   engine, params = trained()
-  first, _ = drivers.generate(engine, params, fresh(engine))
-  second, _ = drivers.generate(engine, params, fresh(engine))
+  first, _ = drivers.decode_to_end(engine, params, fresh(engine))
+  second, _ = drivers.decode_to_end(engine, params, fresh(engine))
   for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
     assert np.array_equal(a, b)
 
@@ -185,20 +184,20 @@ def test_undonated_caches_are_copied():
 
 def test_one_compilation_serves_every_prompt_length():
   engine, params = trained()
-  drivers.generate(engine, params, fresh(engine))
+  drivers.decode_to_end(engine, params, fresh(engine))
   before = support.compilations()
   for length in (1, 7, 8, 9, 30):
     prompt = support.prompt_of(engine.config, length)
     for new_tokens, stops in ((1, ()), (5, (3,))):
       state = fresh(engine, [prompt], new_tokens, stops)
-      drivers.generate(engine, params, state)
+      drivers.decode_to_end(engine, params, state)
   assert support.compilations() == before
 
 
 @pytest.mark.parametrize('new_tokens', (1, 2, 3, 7, 23))
 def test_max_new_tokens_is_exact(new_tokens):
   engine, params = trained()
-  state, seconds = drivers.generate(
+  state, seconds = drivers.decode_to_end(
     engine, params, fresh(engine, new_tokens=new_tokens)
   )
   result = drivers.result_of(state, 0, new_tokens, seconds)
@@ -214,7 +213,7 @@ def test_stop_is_the_end(stop):
   engine, params = trained()
   output = golden(40)
   wanted = output[: output.index(stop) + 1]
-  state, seconds = drivers.generate(
+  state, seconds = drivers.decode_to_end(
     engine, params, fresh(engine, new_tokens=40, stop_ids=(stop,))
   )
   result = drivers.result_of(state, 0, 40, seconds)
@@ -229,7 +228,7 @@ def test_a_stop_at_the_last_allowed_token_is_a_stop():
   output = golden(40)
   count = next(i for i in range(8, 40) if output[i] not in output[:i]) + 1
   for allowed, reason in ((count, 'stop'), (count - 1, 'length')):
-    state, seconds = drivers.generate(
+    state, seconds = drivers.decode_to_end(
       engine,
       params,
       fresh(engine, new_tokens=allowed, stop_ids=(output[count - 1],)),
@@ -243,7 +242,7 @@ def test_rejected_siblings_do_not_stop():
   engine, params = trained(tree_budget=64)
   output = golden(NEW_TOKENS)
   never = [t for t in range(64) if t not in output][:16]
-  state, seconds = drivers.generate(
+  state, seconds = drivers.decode_to_end(
     engine, params, fresh(engine, stop_ids=never)
   )
   result = drivers.result_of(state, 0, NEW_TOKENS, seconds)
@@ -256,7 +255,7 @@ def test_capacity_is_reached_exactly(room):
   capacity = 30
   engine, params = trained(capacity=capacity)
   text = support.trace(FIXTURE)['ar_ids'][: capacity - room]
-  state, seconds = drivers.generate(engine, params, fresh(engine, [text]))
+  state, seconds = drivers.decode_to_end(engine, params, fresh(engine, [text]))
   result = drivers.result_of(state, 0, NEW_TOKENS, seconds)
   wanted = support.trace(FIXTURE)['ar_ids'][:capacity]
   assert [*result.prompt_ids, *result.output_ids] == wanted
@@ -308,7 +307,7 @@ def test_nothing_behind_the_length_is_read():
 def test_committed_rows_are_those_of_a_fresh_prefill():
   """Five rounds and more of compaction, against never having speculated."""
   engine, params = trained()
-  state, _ = drivers.generate(engine, params, fresh(engine))
+  state, _ = drivers.decode_to_end(engine, params, fresh(engine))
   length = int(state.length[0])
   whole = fresh(engine, [state.tokens[0, :length].tolist()], 1)
   whole = jax.jit(prefill, static_argnums=0)(engine, params, whole)
@@ -372,7 +371,7 @@ def test_shrinking_and_growing_in_one_process():
   wanted = golden(12)
   for budget, capacity in ((33, 64), (1, 32), (33, 64), (7, 128)):
     engine, params = trained(budget, capacity)
-    state, seconds = drivers.generate(
+    state, seconds = drivers.decode_to_end(
       engine, params, fresh(engine, new_tokens=12)
     )
     assert drivers.result_of(state, 0, 12, seconds).output_ids == wanted
@@ -410,7 +409,7 @@ def test_without_jit():
   engine = generation.make_engine(target, drafter, 0, options)
   params = {'target': target.params, 'drafter': {}}
   state = fresh(engine, [[5, 7]], 2)
-  wanted, _ = drivers.generate(engine, params, fresh(engine, [[5, 7]], 2))
+  wanted, _ = drivers.decode_to_end(engine, params, fresh(engine, [[5, 7]], 2))
   with jax.disable_jit():
     state = prefill(engine, params, state)
     state, _ = decode_round(engine, params, state)

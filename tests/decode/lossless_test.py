@@ -8,8 +8,7 @@ import pytest
 
 from kdtree_jax import api, generation
 from kdtree_jax.config import DecodeConfig
-from kdtree_jax.decode import Engine, init_state
-from kdtree_jax.decode import generate as drivers
+from kdtree_jax.decode import Engine, drivers, init_state
 from tests import support
 from tests.decode import matrix
 
@@ -57,7 +56,7 @@ def speculative(case):
   state = init_state(
     engine, prompts, [NEW_TOKENS] * case.batch, (), jnp.float32
   )
-  state, seconds = drivers.generate(engine, params, state)
+  state, seconds = drivers.decode_to_end(engine, params, state)
   return [
     drivers.result_of(state, row, NEW_TOKENS, seconds)
     for row in range(case.batch)

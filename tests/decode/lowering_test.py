@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import pallas_kernels
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import Engine, init_state
-from kdtree_jax.decode.generate import decode_loop
+from kdtree_jax.decode.drivers import decode_loop
 from kdtree_jax.decode.round import decode_round, draft, prefill
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.model import abstract_params

@@ -9,8 +9,7 @@ import pytest
 
 from kdtree_jax import api, generation
 from kdtree_jax.config import DecodeConfig, ModelConfig
-from kdtree_jax.decode import Engine, SamplingConfig, init_state
-from kdtree_jax.decode import generate as drivers
+from kdtree_jax.decode import Engine, SamplingConfig, drivers, init_state
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.sampling import (
   Sampling,
@@ -152,7 +151,7 @@ def run_settings(drafter_name, budget, golden=None):
     count += BLOCK_SIZE
   limits = [count] * len(SETTINGS)
   state = init_state(engine, prompts, limits, (), jnp.float32, SETTINGS)
-  state, _ = drivers.generate(engine, params, state)
+  state, _ = drivers.decode_to_end(engine, params, state)
   accepted = np.asarray(state.stats.acceptance_length).sum(axis=0)
   rounds = int(state.stats.rounds)
   return np.asarray(state.tokens)[:, : PROMPT + count], accepted[:rounds]
@@ -301,7 +300,7 @@ def chi_square(target, prompt, joint):
     state = init_state(
       engine, [prompt] * ROWS, [STEPS] * ROWS, (), jnp.float32, settings
     )
-    state, _ = drivers.generate(engine, params, state)
+    state, _ = drivers.decode_to_end(engine, params, state)
     drawn = np.asarray(state.tokens)[:, len(prompt) : len(prompt) + STEPS]
     np.add.at(counts, tuple(drawn.T), 1)
     longest = max(longest, int(state.stats.acceptance_length.max()))

@@ -17,15 +17,15 @@ from kdtree_jax.io.huggingface import model_config
 from kdtree_jax.io.kdtr import read_bundle, write_bundle
 from kdtree_jax.io.tensors import SafetensorsSource
 from kdtree_jax.modes import convert
-from kdtree_jax.modes.run_config import RunConfig
 from kdtree_jax.named_configs import config_names, load_config
 from tests import support
+from tests.command_line import mode_flags
 from tests.io import fixtures
 from tests.io.huggingface_test import fuse
 
 
 def run(source, output, **flags):
-  config = RunConfig(
+  config = mode_flags(
     mode='convert', target=str(source), output=str(output), **flags
   )
   return convert.run(config)

@@ -23,8 +23,8 @@ from kdtree_jax.io.tensors import SafetensorsSource
 from kdtree_jax.io.tokenizer import load_tokenizer
 from kdtree_jax.modes import convert
 from kdtree_jax.modes.inspect import describe
-from kdtree_jax.modes.run_config import RunConfig
 from tests import support
+from tests.command_line import mode_flags
 from tests.io import fixtures
 
 
@@ -61,7 +61,7 @@ def alone(tmp_path):
 
 def run(**flags):
   flags = {name: str(value) for name, value in flags.items()}
-  return convert.run(RunConfig(mode='convert', **flags))
+  return convert.run(mode_flags(mode='convert', **flags))
 
 
 def test_a_tokenizer_comes_back(path):

@@ -13,7 +13,7 @@ import safetensors.numpy
 from kdtree_jax import api, generation
 from kdtree_jax.decode import init_state
 from kdtree_jax.decode.compilation import Call
-from kdtree_jax.decode.generate import decode_loop
+from kdtree_jax.decode.drivers import decode_loop
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface as hf
 from kdtree_jax.io.tensors import (

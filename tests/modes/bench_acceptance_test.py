@@ -10,8 +10,8 @@ import pytest
 from kdtree_jax import api, generation
 from kdtree_jax.decode import SamplingConfig
 from kdtree_jax.errors import UserError
-from kdtree_jax.modes import bench_acceptance, sweep
-from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.modes import bench_acceptance, resumable_runs
+from tests.command_line import mode_flags
 from tests.modes.pair import write_pair
 
 SIZES = {
@@ -38,7 +38,7 @@ def config(files, **changes):
     'drafter': str(files / 'drafter.kdtr'),
     'corpus': str(files / 'corpus'),
   }
-  return RunConfig(**fields | changes)
+  return mode_flags(**fields | changes)
 
 
 def test_a_sweep_and_its_continuation(files, tmp_path, capsys):
@@ -91,16 +91,18 @@ def test_runs_of_another_set_up_are_not_continued(files, tmp_path):
   path = tmp_path / 'x.jsonl'
   target = api.load_target(files / 'target.kdtr')
   drafter = api.load_drafter(files / 'drafter.kdtr', target)
-  mark = sweep.fingerprint(target, drafter)
+  mark = resumable_runs.fingerprint(target, drafter)
   path.write_text(json.dumps({'fingerprint': mark, 'max_new_tokens': 12}))
-  assert sweep.read_runs(str(path), {'max_new_tokens': 12})
+  assert resumable_runs.read_runs(str(path), {'max_new_tokens': 12})
   with pytest.raises(UserError, match='has max_new_tokens=12, not 13; give a'):
-    sweep.read_runs(str(path), {'fingerprint': mark, 'max_new_tokens': 13})
+    resumable_runs.read_runs(
+      str(path), {'fingerprint': mark, 'max_new_tokens': 13}
+    )
   path.write_text('[1]')
   with pytest.raises(UserError, match='line 1 has x=null, not 1'):
-    sweep.read_runs(str(path), {'x': 1})
+    resumable_runs.read_runs(str(path), {'x': 1})
   other = api.load_drafter('repeat', target)
-  assert sweep.fingerprint(target, other) != mark
+  assert resumable_runs.fingerprint(target, other) != mark
 
 
 def test_what_does_not_belong_together(files, tmp_path):
@@ -111,7 +113,7 @@ def test_what_does_not_belong_together(files, tmp_path):
   target = api.load_target(files / 'target.kdtr')
   drafter = api.load_drafter(files / 'drafter.kdtr', target)
   bench = bench_acceptance._Bench(
-    given, target, drafter, sweep.corpus_of(given), [], None
+    given, target, drafter, resumable_runs.corpus_of(given), [], None
   )
   path.write_text(json.dumps(bench.common) + '\n')
   with np.load(corpus / 'test.npz') as arrays:
@@ -191,7 +193,7 @@ def test_prompts_from_a_file(files, tmp_path):
   given = config(
     files, corpus=None, prompts=str(path), num_prompts=None, prompt_length=None
   )
-  found, tokenizer = sweep.passages(given)
+  found, tokenizer = resumable_runs.passages(given, None)
   assert [p.id for p in found] == ['a', 1]
   assert found[1].ids == tokenizer.encode('zz') and found[0].text is None
 
@@ -219,11 +221,11 @@ def test_what_is_refused(files, changes, match):
 
 
 def test_batches_of_one_width():
-  found = list(sweep.batches(list(range(10)), 4))
+  found = list(resumable_runs.batches(list(range(10)), 4))
   assert [(len(batch), count) for batch, count in found] == [
     (4, 4),
     (4, 4),
     (4, 2),
   ]
   assert found[-1][0] == [8, 9, 8, 8]
-  assert list(sweep.batches([], 4)) == []
+  assert list(resumable_runs.batches([], 4)) == []

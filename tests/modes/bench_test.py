@@ -8,13 +8,11 @@ import os
 import pathlib
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
-import run as program
 from kdtree_jax.benchmark import compile_time, end_to_end, subject
 from kdtree_jax.modes import bench
 from tests import support
+from tests.command_line import main
 
 ROOT = pathlib.Path(__file__).parents[2]
 BASE = (
@@ -27,11 +25,7 @@ BASE = (
 
 def call(*arguments):
   """In this process, with the strict settings of the suite."""
-  with flagsaver.flagsaver():
-    flags.FLAGS.unparse_flags()
-    with pytest.raises(SystemExit) as stopped:
-      program.main(program.parse_flags(['run.py', *BASE, *arguments]))
-  return stopped.value.code
+  return main(*BASE, *arguments)
 
 
 def read(path):
@@ -84,7 +78,7 @@ def test_end_to_end(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(subject, 'LAYERS', 1)
   path = tmp_path / 'out.jsonl'
   sweep = ('--context=24', '--tree_budget=5', f'--output={path}')
-  told = ('--end_to_end', '--max_new_tokens=40', '--hit_rate=0.5')
+  told = ('--end_to_end', '--max_new_tokens=40', '--acceptance_rate=0.5')
   compiled, counted = end_to_end.compile_all, []
 
   def compile_all(calls):
@@ -153,7 +147,9 @@ def check_step(step, bandwidth):
 
 
 def check_end_to_end(oracle, half):
-  assert oracle['drafter'] == 'oracle' and half['drafter'] == 'hit_rate 0.5'
+  assert (
+    oracle['drafter'] == 'oracle' and half['drafter'] == 'acceptance_rate 0.5'
+  )
   for record in (oracle, half):
     # float32: equal, whatever is drafted.
     assert record['measured']['first_difference'] is None
@@ -171,7 +167,7 @@ def check_end_to_end(oracle, half):
     (('--context=0',), '--context'),
     (('--context=',), '--context'),
     (('--tree_budget=x',), '--tree_budget'),
-    (('--hit_rate=0.5',), 'without --end_to_end'),
+    (('--acceptance_rate=0.5',), 'without --end_to_end'),
     (('--target=x',), 'exclude each other'),
     (('--layers=9',), 'layers=9'),
     (('--drafter=oracle',), '--end_to_end'),

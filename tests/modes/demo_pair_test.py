@@ -6,7 +6,7 @@ import pytest
 
 from kdtree_jax import api
 from kdtree_jax.decode import GenerateResult, RoundRecord
-from kdtree_jax.decode.generate import Seconds
+from kdtree_jax.decode.drivers import Seconds
 from kdtree_jax.io.tokenizer import load_tokenizer
 from kdtree_jax.modes import demo_pair
 from tests.modes.pair import write_pair
@@ -25,15 +25,15 @@ def test_all_methods_say_the_same(tmp_path, monkeypatch, capsys):
   assert shown.count('the same text, token for token') == 2
   assert 'DDTree, budget 16 (' in shown and '*' in shown
 
-  generate = demo_pair.generation.generate
+  honest = demo_pair.generation.continue_prompts
 
   def wrong(target, drafter, *args, **options):
-    result = generate(target, drafter, *args, **options)
+    (result,) = honest(target, drafter, *args, **options)
     if drafter is None:
-      return result
-    return dataclasses.replace(result, output_ids=result.output_ids[::-1])
+      return [result]
+    return [dataclasses.replace(result, output_ids=result.output_ids[::-1])]
 
-  monkeypatch.setattr(demo_pair.generation, 'generate', wrong)
+  monkeypatch.setattr(demo_pair.generation, 'continue_prompts', wrong)
   assert not demo_pair.show_pair(target, drafter, tokenizer)
   assert 'the same text' not in capsys.readouterr().out
 

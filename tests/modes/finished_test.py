@@ -8,16 +8,13 @@ import shutil
 import sys
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
-import run as program
 from kdtree_jax.decode import GenerateResult
-from kdtree_jax.decode.generate import Seconds
+from kdtree_jax.decode.drivers import Seconds
 from kdtree_jax.errors import UserError
-from kdtree_jax.modes import MODES, audit, bench_acceptance, serving
-from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.modes import audit, bench_acceptance, decoding
 from tests import support
+from tests.command_line import main, mode_flags, run
 from tests.io.tokenizer_test import write_ranks
 from tests.modes.pair import write_pair
 
@@ -45,11 +42,11 @@ def served(monkeypatch):
   """Batches as they come, each prompt answered by `ab`: nothing compiles."""
   seen = []
 
-  def results(config, target, drafter, tokenizer, batch, options):
-    seen.append([bytes(job.ids).decode() for job in batch])
-    return [_result(job.ids) for job in batch]
+  def results(flags, target, drafter, tokenizer, batch, options):
+    seen.append([bytes(prompt.ids).decode() for prompt in batch])
+    return [_result(prompt.ids) for prompt in batch]
 
-  monkeypatch.setattr(serving, 'results', results)
+  monkeypatch.setattr(decoding, 'results', results)
   return seen
 
 
@@ -76,11 +73,7 @@ def prompts_file(path, *turns):
 
 def config(folder, prompts, **changes):
   fields = {'mode': 'generate', 'target': str(folder), 'prompts': prompts}
-  return RunConfig(**fields | changes)
-
-
-def run(given):
-  return MODES[given.mode].run(given)
+  return mode_flags(**fields | changes)
 
 
 def read(path):
@@ -165,7 +158,7 @@ def test_what_is_finished_is_kept(
   )
   output = tmp_path / 'out'
   output.write_text('of an earlier run')
-  real, calls = serving.results, []
+  real, calls = decoding.results, []
 
   def results(*given):
     calls.append(given)
@@ -175,7 +168,7 @@ def test_what_is_finished_is_kept(
     assert (output.read_text() == 'of an earlier run') == (len(calls) == 1)
     return real(*given)
 
-  monkeypatch.setattr(serving, 'results', results)
+  monkeypatch.setattr(decoding, 'results', results)
   fields = {'max_new_tokens': 2, 'output': str(output)}
   with pytest.raises(type(error)):
     run(config(folder, path, batch_size=batch_size, **fields))
@@ -185,7 +178,7 @@ def test_what_is_finished_is_kept(
 def test_lines_wait_for_those_before_them_and_are_never_lost():
   written = []
   with pytest.raises(KeyboardInterrupt):
-    with serving.InOrder(range(6), written.append) as lines:
+    with decoding.InOrder(range(6), written.append) as lines:
       lines.add(1, {'n': 1})
       assert not written
       lines.add(0, None)
@@ -207,13 +200,13 @@ def test_prompts_are_read_once(folder, tmp_path, monkeypatch, served, source):
     if source == 'standard input':
       monkeypatch.setattr(sys, 'stdin', os.fdopen(reader))
       path = '-'
-  real = serving.results
+  real = decoding.results
 
   def results(*given):
     (tmp_path / 'p.jsonl').write_text('{"prompt": "new"}')
     return real(*given)
 
-  monkeypatch.setattr(serving, 'results', results)
+  monkeypatch.setattr(decoding, 'results', results)
   output = tmp_path / 'out'
   fields = {'drafter': 'random', 'output': str(output)}
   assert run(config(folder, path, **fields)) == 0
@@ -246,13 +239,13 @@ def test_an_audit_keeps_the_reports_that_are_done(
   class Report:
     failures: list[str] = dataclasses.field(default_factory=list)
 
-  def fake(*_, **fields):
-    calls.append(fields)
+  def fake(*given):
+    calls.append(given)
     if len(calls) == 3:
       raise KeyboardInterrupt
     return Report()
 
-  monkeypatch.setattr(audit, 'audit', fake)
+  monkeypatch.setattr(audit, 'audit_prompt', fake)
   monkeypatch.setattr(audit, 'verdict', str)
   fields = {'mode': 'audit', 'drafter': 'random', 'output': str(output)}
   with pytest.raises(KeyboardInterrupt):
@@ -277,7 +270,7 @@ def sweep_config(pair, output, **changes):
     **{'num_prompts': 3, 'prompt_length': 6, 'max_new_tokens': 12},
     **{'temperature': ('0',), 'tree_budget': ('5',), 'batch_size': 1},
   }
-  return RunConfig(**fields | changes)
+  return mode_flags(**fields | changes)
 
 
 def test_a_sweep_keeps_the_runs_that_are_done(pair, tmp_path, monkeypatch):
@@ -296,7 +289,7 @@ def test_a_sweep_keeps_the_runs_that_are_done(pair, tmp_path, monkeypatch):
   assert len(read(output)) == 2
   calls[:] = [None] * 10  # It goes on with the third.
   only = bench_acceptance.Item('ar', 0, 'best_first', False, False)
-  monkeypatch.setattr(bench_acceptance, '_plan', lambda *_, **__: [only])
+  monkeypatch.setattr(bench_acceptance, '_items', lambda *_, **__: [only])
   monkeypatch.setattr(bench_acceptance, '_finish', lambda *_: 0)
   monkeypatch.setattr(bench_acceptance, 'summarise', list)
   assert run(sweep_config(pair, output)) == 0
@@ -331,15 +324,6 @@ REFUSED = {
   'train_drafter': (MOONLIGHT, '--recipe=python_small', '--corpus=missing'),
   'convert': (MOONLIGHT,),
 }
-
-
-def main(*arguments):
-  """`run.py` in this process; the exit status."""
-  with flagsaver.flagsaver():
-    flags.FLAGS.unparse_flags()
-    with pytest.raises(SystemExit) as stopped:
-      program.main(program.parse_flags(['run.py', *arguments]))
-  return stopped.value.code
 
 
 @pytest.mark.parametrize('path', ['', 'no/such/x', LONG, 'pyproject.toml/x'])

@@ -8,12 +8,12 @@ import sys
 
 import jax
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
-import run as program
 from kdtree_jax.api import bundled
+from kdtree_jax.modes import flags
+from kdtree_jax.modes.program_cache import keep_compiled_programs
 from tests import support
+from tests.command_line import main
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIXTURE = 'tests/data/deepseek_v3_trained_drafter'
@@ -150,13 +150,6 @@ def test_make_bundle_and_inspect(tmp_path):
   assert 'model.layers.0.self_attn.q_proj.weight' in seen.stdout
 
 
-def test_help_teaches():
-  done = run('--help')
-  assert '--mode=generate --target=DIR' in done.stdout
-  for flag in ('tree_budget', 'block_size', 'stop_ids', 'drafter'):
-    assert f'--{flag}' in done.stdout or f'--[no]{flag}' in done.stdout
-
-
 GENERATE = ('--mode=generate', f'--target={FIXTURE}')
 
 
@@ -197,7 +190,7 @@ GENERATE = ('--mode=generate', f'--target={FIXTURE}')
     ((*GENERATE, PROMPT, '--temperature=-1'), 'temperature=-1'),
     ((*GENERATE, PROMPT, '--temperature=1', '--top_p=0'), 'top_p=0'),
     ((*GENERATE, PROMPT, '--top_k=3'), 'no effect at temperature 0'),
-    ((*GENERATE, PROMPT, '--chain_seed'), '--chain_seed is not used'),
+    ((*GENERATE, PROMPT, '--keep_top1_chain'), '--keep_top1_chain is not used'),
     ((*GENERATE, PROMPT, '--ignore_eos', '--stop_ids=3'), '--ignore_eos'),
     ((*GENERATE, PROMPT, '--stream', '--dump_trees'), '--stream'),
     ((*GENERATE, PROMPT, '--batch_size=0'), '--batch_size=0'),
@@ -240,11 +233,7 @@ GENERATE = ('--mode=generate', f'--target={FIXTURE}')
 def test_wrong_input_is_one_line(arguments, message, monkeypatch, capsys):
   """In this process: what `run.py` does after its imports."""
   monkeypatch.chdir(ROOT)
-  with flagsaver.flagsaver():
-    flags.FLAGS.unparse_flags()
-    with pytest.raises(SystemExit) as stopped:
-      program.main(program.parse_flags(['run.py', *arguments]))
-  assert stopped.value.code == 2
+  assert main(*arguments) == 2
   lines = capsys.readouterr().err.splitlines()
   assert len(lines) == 1 and lines[0].startswith('error: '), lines
   assert message in lines[0]
@@ -253,17 +242,16 @@ def test_wrong_input_is_one_line(arguments, message, monkeypatch, capsys):
 def test_texts_and_paths_are_taken_as_they_are(tmp_path):
   """Flags that are given once for each; a comma or a blank is part of it."""
   given = ('\n\n', 'a ', ' b, c', ',')
-  with flagsaver.flagsaver():
-    flags.FLAGS.unparse_flags()
-    arguments = [f'--stop_strings={text}' for text in given]
-    program.parse_flags(['run.py', '--mode=generate', *arguments])
-    assert program.run_config().stop_strings == given
+  arguments = ['--target=x', '--prompt_ids=1']
+  arguments += [f'--stop_strings={text}' for text in given]
+  found = flags.parse(['run.py', '--mode=generate', *arguments])
+  assert found.stop_strings == given
   folders = (str(tmp_path / 'a, b'), f' {tmp_path}')
-  with flagsaver.flagsaver():
-    flags.FLAGS.unparse_flags()
-    arguments = [f'--corpus_sources={folder}' for folder in folders]
-    program.parse_flags(['run.py', '--mode=make_corpus', *arguments])
-    assert program.run_config().corpus_sources == folders
+  arguments = [f'--corpus_sources={folder}' for folder in folders]
+  found = flags.parse(
+    ['run.py', '--mode=make_corpus', '--output=x', *arguments]
+  )
+  assert found.corpus_sources == folders
 
 
 def test_wrong_input_in_a_process_of_its_own():
@@ -291,11 +279,11 @@ def test_where_compiled_programs_are_kept(
 ):
   """In the user's cache folder, unless JAX's settings name another."""
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  program.keep_compiled_programs()
+  keep_compiled_programs()
   kept = str(tmp_path / 'kdtree_jax')
   assert cache_settings.jax_compilation_cache_dir == kept
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'other'))
-  program.keep_compiled_programs()
+  keep_compiled_programs()
   assert cache_settings.jax_compilation_cache_dir == kept
 
 
@@ -304,5 +292,5 @@ def test_a_folder_that_cannot_be_made_keeps_nothing(
 ):
   (tmp_path / 'file').touch()
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
-  program.keep_compiled_programs()
+  keep_compiled_programs()
   assert cache_settings.jax_compilation_cache_dir is None

@@ -9,7 +9,6 @@ import tokenizers
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import make_corpus, train_target
-from kdtree_jax.modes.run_config import RunConfig
 from kdtree_jax.training.build import build_corpus, train_tokenizer
 from kdtree_jax.training.corpus import END_OF_TEXT, SPLITS, read_corpus
 from kdtree_jax.training.licences import licence_of_metadata
@@ -19,6 +18,7 @@ from kdtree_jax.training.sources import (
   read_documents,
   split_of,
 )
+from tests.command_line import mode_flags
 
 
 def program(i):
@@ -168,7 +168,7 @@ def source_tree(folder, count):
 def test_a_corpus(tmp_path, capsys):
   tree = source_tree(tmp_path / 'tree', 150)
   output = tmp_path / 'corpus'
-  config = RunConfig(
+  config = mode_flags(
     mode='make_corpus',
     corpus_sources=(str(tree),),
     vocab_size=320,
@@ -227,10 +227,10 @@ def test_refusals(tmp_path):
       'output': str(tmp_path / 'corpus'),
     }
     with pytest.raises(UserError, match=message):
-      make_corpus.run(RunConfig(**{**values, **fields}))
+      make_corpus.run(mode_flags(**{**values, **fields}))
   with pytest.raises(UserError, match='--corpus=.*make_corpus'):
     read_corpus(tmp_path)
-  config = RunConfig(
+  config = mode_flags(
     mode='train_target',
     recipe='python_small',
     corpus=str(tmp_path),

@@ -21,7 +21,6 @@ from kdtree_jax.io.kdtr import Bundle, write_bundle
 from kdtree_jax.io.unload import target_tensors
 from kdtree_jax.modes import convert, train_drafter
 from kdtree_jax.modes.loading import check_pair
-from kdtree_jax.modes.run_config import RunConfig
 from kdtree_jax.training import drafter as training_drafter
 from kdtree_jax.training import rollouts
 from kdtree_jax.training.checkpoints import METRICS, Run
@@ -33,6 +32,7 @@ from kdtree_jax.training.recipe import DrafterRecipe, TrainRecipe
 from kdtree_jax.training.streams import read_arrays
 from kdtree_jax.training.target import TargetTask
 from tests import support
+from tests.command_line import mode_flags
 
 MODEL = ModelConfig(
   vocab_size=40,
@@ -210,7 +210,7 @@ def test_another_target_takes_neither_the_run_nor_the_drafter(
   write_checkpoint(folder, Bundle('other', MODEL, tensors, {}, None, None, {}))
   with pytest.raises(UserError, match=f'{name}: was trained .* not for target'):
     convert.run(
-      RunConfig(
+      mode_flags(
         mode='convert',
         target=str(folder),
         drafter=str(name),
@@ -421,10 +421,10 @@ def test_what_does_not_fit_is_refused(target, tmp_path):
 def test_flags_that_are_needed(flag):
   flags = dict(target='a', corpus='b', recipe='python_small', output='c')
   with pytest.raises(UserError, match=f'needs --{flag}'):
-    train_drafter.run(RunConfig(mode='train_drafter', **flags | {flag: None}))
+    train_drafter.run(mode_flags(mode='train_drafter', **flags | {flag: None}))
 
 
 def test_a_recipe_for_a_drafter_is_needed():
   flags = dict(target='a', corpus='b', recipe='tiny', output='c')
   with pytest.raises(UserError, match='tiny.py has no DRAFTER_RECIPE'):
-    train_drafter.run(RunConfig(mode='train_drafter', **flags))
+    train_drafter.run(mode_flags(mode='train_drafter', **flags))

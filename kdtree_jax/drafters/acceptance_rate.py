@@ -12,10 +12,10 @@ from kdtree_jax.keys import Purpose, key_for
 from kdtree_jax.registry import register
 
 
-@register('drafter', 'hit_rate')
+@register('drafter', 'acceptance_rate')
 @dataclasses.dataclass(frozen=True)
-class HitRateDrafter(StubDrafter):
-  """The oracle's token with probability `hit_rate` at each position.
+class AcceptanceRateDrafter(StubDrafter):
+  """The oracle's token with probability `acceptance_rate` at each position.
 
   Otherwise it proposes another token and gives the right one no probability at
   all, so that no tree of any budget holds it. Whether it is right depends on
@@ -25,10 +25,10 @@ class HitRateDrafter(StubDrafter):
   quality.
 
   Attributes:
-    hit_rate: p, 0..1.
+    acceptance_rate: p, 0..1.
   """
 
-  hit_rate: float = 0.8
+  acceptance_rate: float = 0.8
   needs_golden: ClassVar[bool] = True
 
   def propose(
@@ -41,7 +41,7 @@ class HitRateDrafter(StubDrafter):
 
     def is_right(position):
       sample = jax.random.uniform(jax.random.fold_in(key, position))
-      return sample < self.hit_rate
+      return sample < self.acceptance_rate
 
     hit = jax.vmap(jax.vmap(is_right))(self._positions(length))
     right = jax.nn.one_hot(golden, self.vocab_size, dtype=jnp.bool_)

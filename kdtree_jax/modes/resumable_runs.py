@@ -1,4 +1,4 @@
-"""What a sweep over many runs needs: prompts, resuming, batches, a bar."""
+"""What many runs need: prompts, resuming, batches, a bar."""
 
 import contextlib
 import hashlib
@@ -12,17 +12,16 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from kdtree_jax import api, generation
+from kdtree_jax import api
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.digests import weights_digest
 from kdtree_jax.io.files import file_kind
 from kdtree_jax.io.results import read_jsonl
 from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
 from kdtree_jax.modes import texts
-from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.modes.flags import FLAG_ALIASES
+from kdtree_jax.modes.options import BenchAcceptanceFlags
 from kdtree_jax.training.corpus import Corpus, read_corpus
-
-NUM_PROMPTS, PROMPT_LENGTH = 100, 128
 
 
 class Passage(NamedTuple):
@@ -41,13 +40,13 @@ class Passage(NamedTuple):
   where: str | None = None
 
 
-def corpus_of(config: RunConfig) -> Corpus | None:
+def corpus_of(flags: BenchAcceptanceFlags) -> Corpus | None:
   """`--corpus`, None without; whether it fits the target is not asked."""
-  return None if config.corpus is None else read_corpus(config.corpus)
+  return None if flags.corpus is None else read_corpus(flags.corpus)
 
 
 def passages(
-  config: RunConfig, corpus: Corpus | None = None
+  flags: BenchAcceptanceFlags, corpus: Corpus | None
 ) -> tuple[list[Passage], Tokenizer | None]:
   """The prompts of `--prompts`, or passages of the test split of `--corpus`.
 
@@ -55,29 +54,28 @@ def passages(
   the corpus and the sizes.
 
   Args:
-    config: the flags.
-    corpus: that of `--corpus`, which is read if it is not given.
+    flags: which.
+    corpus: that of `--corpus`.
 
   Raises:
-    UserError: none or both are given, or the corpus has no such text.
+    UserError: the target has no tokenizer, or the corpus no such text.
   """
-  if (config.prompts is None) == (config.corpus is None):
-    raise UserError(f'--mode={config.mode} needs one of --corpus or --prompts')
-  if config.prompts is not None:
-    for flag in ('num_prompts', 'prompt_length'):
-      if getattr(config, flag) is not None:
-        raise UserError(f'--{flag} is not used with --prompts')
-    tokenizer = texts.tokenizer_of(config)
-    talks = texts.talks(config, tokenizer)
+  if corpus is None:
+    tokenizer = load_tokenizer(flags.target)
+    if tokenizer is None:
+      raise UserError(
+        f'--prompts needs a tokenizer, and {flags.target} has none; use '
+        '--corpus'
+      )
+    talks = texts.talks_in(str(flags.prompts))
     ids = texts.first_ids(talks, tokenizer, False)
     found = [
       Passage(talk.prompt.id, prompt, None, talk.prompt.where)
       for talk, prompt in zip(talks, ids, strict=True)
     ]
     return found, tokenizer
-  corpus = corpus or read_corpus(config.corpus)
-  length = config.prompt_length or PROMPT_LENGTH
-  need = length + max_new_tokens(config)
+  length = flags.prompt_length
+  need = length + flags.max_new_tokens
   rng = np.random.default_rng(0)
   long = [
     (index, document)
@@ -86,22 +84,17 @@ def passages(
   ]
   if not long:
     raise UserError(
-      f'--corpus={config.corpus}: no test document has {need} tokens; lower '
+      f'--corpus={flags.corpus}: no test document has {need} tokens; lower '
       '--prompt_length or --max_new_tokens'
     )
   # A larger number begins with the same passages.
   found = []
-  for at in rng.permutation(len(long))[: config.num_prompts or NUM_PROMPTS]:
+  for at in rng.permutation(len(long))[: flags.num_prompts]:
     index, document = long[at]
     start = int(rng.integers(0, len(document) - need + 1))
     text = document[start:].tolist()
     found.append(Passage(f'test:{index}:{start}', text[:length], text))
-  return found, load_tokenizer(config.corpus)
-
-
-def max_new_tokens(config: RunConfig) -> int:
-  """`--max_new_tokens` or its default."""
-  return config.max_new_tokens or generation.GenerateOptions.max_new_tokens
+  return found, load_tokenizer(corpus.folder)
 
 
 def fingerprint(target: api.Target, drafter: api.LoadedDrafter) -> str:
@@ -118,7 +111,7 @@ def fingerprint(target: api.Target, drafter: api.LoadedDrafter) -> str:
 def read_runs(
   path: str | None, common: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-  """The lines of an earlier sweep that is to be continued; none: no file.
+  """The lines of an earlier call that is to be continued; none: no file.
 
   Raises:
     UserError: a line is no run, or is one of another set-up.
@@ -135,7 +128,8 @@ def read_runs(
           f'--output={path}: line {number} has {name}={json.dumps(there)}, '
           f'not {json.dumps(value)}; give a new file'
         )
-    records.append(record)
+    # Files of earlier versions have the earlier names.
+    records.append({FLAG_ALIASES.get(k, k): v for k, v in record.items()})
   return records
 
 

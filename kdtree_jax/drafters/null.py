@@ -7,8 +7,8 @@ from kdtree_jax.drafters.base import StubDrafter
 from kdtree_jax.registry import register
 
 
-@register('drafter', 'silent')
-class SilentDrafter(StubDrafter):
+@register('drafter', 'null')
+class NullDrafter(StubDrafter):
   """No probability for any token, so that a tree is its root and padding.
 
   This is autoregressive decoding at the shape and the cost of a verify. An

@@ -84,7 +84,7 @@ def drafting_is_over(engine: Engine, state: DecodeState) -> Bool[Array, '']:
   return (state.done | stages.beyond_drafter(engine, state)).all()
 
 
-def generate(
+def decode_to_end(
   engine: Engine, params: Params, state: DecodeState
 ) -> tuple[DecodeState, Seconds]:
   """Prefill, then the whole loop as one compiled program. Consumes `state`."""
@@ -107,7 +107,7 @@ def loop_programs(
 def loop_calls(
   engine: Engine, params: Params, state: DecodeState
 ) -> list[Call]:
-  """What `generate` compiles."""
+  """What `decode_to_end` compiles."""
   return _with_prefill(decode_loop, engine, params, state)
 
 

@@ -12,10 +12,11 @@ from absl import logging
 from kdtree_jax import api, generation, sessions
 from kdtree_jax.decode import GenerateResult
 from kdtree_jax.io.tokenizer import Tokenizer
-from kdtree_jax.modes.run_config import RunConfig
+from kdtree_jax.modes.options import GenerateFlags
+from kdtree_jax.options import GenerateOptions
 
 
-class Job(NamedTuple):
+class PendingPrompt(NamedTuple):
   """One prompt to continue.
 
   Attributes:
@@ -28,14 +29,17 @@ class Job(NamedTuple):
 
 
 def batches(
-  jobs: Sequence[Job], size: int, options: dict[str, Any], limit: int
-) -> Iterator[tuple[int, list[Job]]]:
+  prompts: Sequence[PendingPrompt],
+  size: int,
+  options: GenerateOptions,
+  limit: int,
+) -> Iterator[tuple[int, list[PendingPrompt]]]:
   """Groups prompts by the capacity they need, so that few programs compile.
 
   Args:
-    jobs: in any order.
+    prompts: in any order.
     size: most prompts in a batch.
-    options: fields of `GenerateOptions`.
+    options: of the method.
     limit: the target's max_position_embeddings.
 
   Yields:
@@ -43,15 +47,15 @@ def batches(
     and the prompts that share it.
   """
 
-  def capacity(job: Job) -> int:
-    if options['capacity'] is not None:
-      return options['capacity']
-    tokens = len(job.ids) + options['max_new_tokens']
+  def capacity(prompt: PendingPrompt) -> int:
+    if options.capacity is not None:
+      return options.capacity
+    tokens = len(prompt.ids) + options.max_new_tokens
     return generation.bucket(tokens, limit)
 
   found = []
   for bucket, group in itertools.groupby(
-    sorted(jobs, key=capacity), key=capacity
+    sorted(prompts, key=capacity), key=capacity
   ):
     members = list(group)
     logging.info('capacity %d: %d prompts', bucket, len(members))
@@ -98,37 +102,31 @@ class InOrder:
 
 
 def results(
-  config: RunConfig,
+  flags: GenerateFlags,
   target: api.Target,
   drafter: api.LoadedDrafter | None,
   tokenizer: Tokenizer | None,
-  batch: list[Job],
-  options: dict[str, Any],
+  batch: list[PendingPrompt],
+  options: GenerateOptions,
 ) -> list[GenerateResult]:
   """Continues the prompts of one batch, in order."""
-  prompts = [job.ids for job in batch]
-  seeds = [options['seed'] + job.index for job in batch]
-  if config.dump_trees:
-    options = options | {'seed': seeds[0]}
-    return [
-      generation.generate(
-        target, drafter, prompts[0], record_rounds=True, **options
-      )
-    ]
-  if not config.stream and not config.stop_strings:
-    return generation.generate_batch(
-      target, drafter, prompts, seeds=seeds, **options
+  prompts = [prompt.ids for prompt in batch]
+  seeds = [options.seed + prompt.index for prompt in batch]
+  if not flags.stream and not flags.stop_strings:
+    return generation.continue_prompts(
+      target,
+      drafter,
+      prompts,
+      options,
+      seeds=seeds,
+      record_rounds=flags.dump_trees,
     )
-  stream = sessions.Stream(
-    target,
-    drafter,
-    prompts,
-    seeds=seeds,
-    stop_strings=config.stop_strings or (),
+  stream = sessions.Stream.of(
+    generation.prepare(target, drafter, prompts, options, seeds=seeds),
+    stop_strings=flags.stop_strings,
     decode=tokenizer.decode if tokenizer else None,
-    **options,
   )
-  if config.stream:
+  if flags.stream:
     _show(stream, tokenizer)
   else:
     for _ in stream:

@@ -11,9 +11,11 @@ from tests import support
 BLOCK_SIZE, COUNT = 6, 300
 
 
-def run(hit_rate, policy='best_first'):
+def run(acceptance_rate, policy='best_first'):
   target = support.variant('single_head')
-  drafter = api.load_drafter('hit_rate', target, BLOCK_SIZE, hit_rate=hit_rate)
+  drafter = api.load_drafter(
+    'acceptance_rate', target, BLOCK_SIZE, acceptance_rate=acceptance_rate
+  )
   prompt = support.prompt_of(target.config, 5)
   options = {'stop_ids': (), 'capacity': 400}
   ar = generation.generate(
@@ -56,10 +58,12 @@ def test_a_rate_of_one_is_the_oracle_and_of_none_never_right():
 
 @pytest.mark.parametrize('rate', (-0.1, 1.5))
 def test_rates_out_of_range(rate):
-  with pytest.raises(UserError, match=f'hit_rate={rate} is not in 0..1'):
-    api.load_drafter('hit_rate', support.variant('tiny'), hit_rate=rate)
+  with pytest.raises(UserError, match=f'acceptance_rate={rate} is not in 0..1'):
+    api.load_drafter(
+      'acceptance_rate', support.variant('tiny'), acceptance_rate=rate
+    )
 
 
 def test_other_drafters_have_no_rate():
-  with pytest.raises(UserError, match='hit_rate is not used by oracle'):
-    api.load_drafter('oracle', support.variant('tiny'), hit_rate=0.5)
+  with pytest.raises(UserError, match='acceptance_rate is not used by oracle'):
+    api.load_drafter('oracle', support.variant('tiny'), acceptance_rate=0.5)

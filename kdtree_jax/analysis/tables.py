@@ -54,7 +54,7 @@ class Row:
     setting: see there.
     method: `ar`, `chain` or `ddtree`.
     tree_budget: 0 for AR.
-    chain_seed: of a tree.
+    keep_top1_chain: of a tree.
     block_size: of the drafter.
     prompts: how many.
     acceptance: mean acceptance length.
@@ -70,7 +70,7 @@ class Row:
   setting: Setting
   method: str
   tree_budget: int
-  chain_seed: bool
+  keep_top1_chain: bool
   block_size: int
   prompts: int
   acceptance: Interval | None
@@ -82,7 +82,7 @@ class Row:
   counts: NodeCounts | None
 
 
-# Setting, method, tree budget, chain seed.
+# Setting, method, tree budget, kept chain.
 _Key = tuple[Setting, str, int, bool]
 
 
@@ -100,7 +100,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[Row]:
       walks[Setting(True, False, temperature)] = 'target_acceptance_lengths'
     for setting, field in walks.items():
       key = setting, record['method'], record['tree_budget']
-      key = *key, record['chain_seed']
+      key = *key, record['keep_top1_chain']
       groups.setdefault(key, []).append((record, record[field]))
   chains = {
     key[0]: {record['id']: walk for record, walk in group}
@@ -118,7 +118,7 @@ def _row(
   group: list[tuple[Mapping[str, Any], list[int]]],
   chain: Mapping[Any, list[int]],
 ) -> Row:
-  setting, method, budget, chain_seed = key
+  setting, method, budget, keep_top1_chain = key
   walks = [walk for _, walk in group]
   before = over = None
   looping = 0.0
@@ -146,7 +146,7 @@ def _row(
     setting=setting,
     method=method,
     tree_budget=budget,
-    chain_seed=chain_seed,
+    keep_top1_chain=keep_top1_chain,
     block_size=group[0][0]['block_size'],
     prompts=len(group),
     acceptance=mean_interval(walks),
@@ -179,13 +179,13 @@ def name(row: Row) -> str:
   """What a row is called in tables and legends."""
   if row.method != 'ddtree':
     return {'ar': 'AR', 'chain': 'DFlash chain'}[row.method]
-  seeded = ', chain kept' if row.chain_seed else ''
+  seeded = ', chain kept' if row.keep_top1_chain else ''
   return f'DDTree {row.tree_budget}{seeded}'
 
 
 def detail_tree(rows: Sequence[Row]) -> Row | None:
   """The tree shown in detail: the largest of at most `DETAIL_BUDGET`."""
-  trees = [r for r in rows if r.method == 'ddtree' and not r.chain_seed]
+  trees = [r for r in rows if r.method == 'ddtree' and not r.keep_top1_chain]
   small = [row for row in trees if row.tree_budget <= DETAIL_BUDGET]
   if not trees:
     return None

@@ -1,0 +1,232 @@
+"""Flags of the modes that generate text: demo, generate, audit."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from kdtree_jax.errors import UserError
+from kdtree_jax.modes.options.fields import REQUIRED, ModeFlags, flag
+from kdtree_jax.modes.options.shared import (
+  DecodingFlags,
+  PromptFlags,
+  RatedDrafterFlags,
+  TargetFlags,
+  block_size_flag,
+  check_budgets,
+  drafter_names,
+  ignore_eos_flag,
+  prefill_chunk_flag,
+)
+from kdtree_jax.options import GenerateOptions
+
+METHODS = ('ar', 'chain', 'ddtree')
+
+
+def methods() -> Sequence[str]:
+  """How `--mode=generate` can decode."""
+  return METHODS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemoFlags(ModeFlags):
+  """Shows that AR and DDTree give the same tokens, DDTree in fewer forwards.
+
+  First with a drafter that knows the answer, on random weights; then with a
+  small model trained on Python and its own drafter.
+  """
+
+  mode = 'demo'
+  bundle: str | None = flag(
+    None,
+    'A .kdtr file with a golden prompt. If it is not given: the tiny one that '
+    'ships, and after it the trained pair.',
+    path='input',
+  )
+  drafter: str = flag(
+    'oracle',
+    'A DFlash folder, a .kdtr file with a drafter, or a name.',
+    known=drafter_names,
+    path='input',
+  )
+  block_size: int | None = block_size_flag()
+  max_new_tokens: int = flag(24, 'Tokens to produce.')
+  tree_budget: int = flag(
+    16, 'Draft nodes verified a round, the root not counted.'
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    check_budgets(self.tree_budget)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingFlags(ModeFlags):
+  """Sampling."""
+
+  temperature: float = flag(
+    GenerateOptions.temperature,
+    '0 takes the most probable token; above it tokens are drawn, and AR and '
+    'DDTree draw the same.',
+  )
+  top_k: int = flag(
+    GenerateOptions.top_k, 'Draw among the k most probable; 0 for all.'
+  )
+  top_p: float = flag(
+    GenerateOptions.top_p,
+    'Draw among the most probable that together reach this; 1 for all.',
+  )
+  min_p: float = flag(
+    GenerateOptions.min_p, "Drop tokens below this share of the best one's."
+  )
+  seed: int = flag(
+    GenerateOptions.seed, 'Seed of the draws; prompt i has seed + i.'
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopFlags(ModeFlags):
+  """When to stop."""
+
+  stop_ids: tuple[int, ...] | None = flag(
+    None,
+    'Token ids that end the output; empty for none. If it is not given: those '
+    'of the checkpoint.',
+    may_be_empty=True,
+  )
+  ignore_eos: bool = ignore_eos_flag()
+  stop_strings: tuple[str, ...] = flag(
+    (),
+    'Text that ends the output, across token borders too, taken as it is, '
+    'blanks and commas included; give the flag once for each. Needs a '
+    'tokenizer.',
+    may_be_empty=True,
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.ignore_eos and self.stop_ids is not None:
+      raise UserError('--ignore_eos and --stop_ids exclude each other')
+    if '' in self.stop_strings:
+      raise UserError('--stop_strings holds an empty string')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateFlags(
+  StopFlags,
+  SamplingFlags,
+  DecodingFlags,
+  PromptFlags,
+  RatedDrafterFlags,
+  TargetFlags,
+):
+  """Continues prompts by AR, DFlash chain and DDTree, one JSON line a run."""
+
+  mode = 'generate'
+  methods: tuple[str, ...] | None = flag(
+    None,
+    'How to decode, one or several. If it is not given: all; ar without '
+    '--drafter.',
+    choices=methods,
+  )
+  batch_size: int = flag(
+    1, 'Prompts in one loop; those of one capacity go together.'
+  )
+  capacity: int | None = flag(
+    None,
+    'Most tokens of prompt and output. If it is not given: the next power of '
+    'two that holds both.',
+  )
+  prefill_chunk: int = prefill_chunk_flag()
+  stream: bool = flag(
+    False,
+    'Show tokens on standard error as they are committed; Ctrl-C keeps what is '
+    'there.',
+  )
+  output: str | None = flag(
+    None, 'A JSONL file. If it is not given: standard output.', path='output'
+  )
+  dump_trees: bool = flag(False, "Add every round's tree to the output.")
+
+  def __post_init__(self):
+    super().__post_init__()
+    self.at_least_one('batch_size')
+    self._check_methods()
+    if self.stream and self.dump_trees:
+      raise UserError('--stream and --dump_trees exclude each other')
+    if self.dump_trees and self.stop_strings:
+      raise UserError('--dump_trees and --stop_strings exclude each other')
+    if self.batch_size > 1 and (self.stream or self.dump_trees):
+      raise UserError('--stream and --dump_trees take one prompt at a time')
+
+  def _check_methods(self) -> None:
+    used = self.used_methods
+    why = f'is not used by --methods={",".join(used)}'
+    if 'ddtree' not in used:
+      self.refuse(['tree_budget', 'tree_policy', 'keep_top1_chain'], why)
+    if set(used) != {'ar'}:
+      if self.drafter is None:
+        raise UserError(f'--methods={",".join(used)} needs --drafter')
+      return
+    names = ('drafter', 'block_size', 'drafter_attention_factor')
+    self.refuse([*names, 'acceptance_rate'], why)
+
+  @property
+  def used_methods(self) -> tuple[str, ...]:
+    """`methods`, or those that the drafter allows."""
+    if self.methods is not None:
+      return self.methods
+    return METHODS if self.drafter is not None else ('ar',)
+
+  @property
+  def options(self) -> GenerateOptions:
+    """What does not differ between methods and budgets.
+
+    Raises:
+      UserError: a value out of range.
+    """
+    return GenerateOptions(
+      max_new_tokens=self.max_new_tokens,
+      keep_top1_chain=self.keep_top1_chain,
+      stop_ids=() if self.ignore_eos else self.stop_ids,
+      capacity=self.capacity,
+      prefill_chunk=self.prefill_chunk,
+      kernels=self.kernels,
+      temperature=self.temperature,
+      top_k=self.top_k,
+      top_p=self.top_p,
+      min_p=self.min_p,
+      seed=self.seed,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditFlags(DecodingFlags, PromptFlags, RatedDrafterFlags, TargetFlags):
+  """Says whether DDTree's output is AR's, token for token.
+
+  A divergence is judged by noise that is measured without the engine. Exit
+  status 1 if one is no near-tie.
+  """
+
+  mode = 'audit'
+  drafter: str = flag(
+    REQUIRED,
+    'A DFlash folder, a .kdtr file with a drafter, or a name.',
+    known=drafter_names,
+    path='input',
+  )
+  output: str | None = flag(
+    None, 'A JSONL file of reports. If it is not given: none.', path='output'
+  )
+
+  @property
+  def options(self) -> GenerateOptions:
+    """What does not differ between budgets.
+
+    Raises:
+      UserError: a value out of range.
+    """
+    return GenerateOptions(
+      max_new_tokens=self.max_new_tokens,
+      tree_policy=self.tree_policy,
+      keep_top1_chain=self.keep_top1_chain,
+      kernels=self.kernels,
+    )
