@@ -1,1 +1,1 @@
-"""What a step costs, what it must cost, and what that is worth."""
+"""Time of a decoding step, its physical limit, and the resulting speedup."""

@@ -1,6 +1,5 @@
-"""What follows from the costs, and the table for people."""
+"""Speedups computed from measured times, and tables of all results."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import rich.box
@@ -9,16 +8,17 @@ import rich.table
 
 ACCEPTANCE_LENGTHS = (2, 3, 4, 5, 6, 8)
 
+Records = list[dict[str, Any]]
 
-def computed(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+
+def computed(records: Records) -> Records:
   """Break-even and speedups of every measured round, from its own context.
 
   The break-even acceptance length is a round's time over an AR step's: below
   it AR is faster. The speedup at an acceptance length a is a times an AR
-  step's time over a round's; None where no tree of that budget and block
-  reaches a.
+  step's time over a round's; None if no tree of that budget and block reaches
+  a.
   """
-  records = list(records)
   ar = {
     r['context']: r['measured']['ms']
     for r in records
@@ -44,8 +44,8 @@ def computed(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
   return found
 
 
-def show(records: list[dict[str, Any]]) -> None:
-  """Prints the tables of a sweep on standard output."""
+def show(records: Records) -> None:
+  """Prints the tables of a sweep."""
   console = rich.console.Console(width=160)
   head = next(r for r in reversed(records) if r['kind'] == 'run')
   bandwidth = head['measured']['copy_bytes_per_second'] / 1e12
@@ -56,9 +56,9 @@ def show(records: list[dict[str, Any]]) -> None:
     f'{head["versions"]["jax"]}',
     highlight=False,
   )
-  _steps(console, records)
-  _others(console, records)
-  _worth(console, computed(records))
+  _print_steps(console, records)
+  _print_others(console, records)
+  _print_speedups(console, computed(records))
   console.print(
     'Measured: ms with its spread, us of draft, tree, accept and commit (in '
     'loops of their own), unique experts a layer. Computed: GB that the step '
@@ -70,14 +70,14 @@ def show(records: list[dict[str, Any]]) -> None:
 
 
 def _table(*columns: str) -> rich.table.Table:
-  """One that can be pasted into Markdown."""
+  """An empty table in Markdown."""
   table = rich.table.Table(box=rich.box.MARKDOWN)
   for name in columns:
     table.add_column(name, justify='right', no_wrap=True)
   return table
 
 
-def _steps(console: rich.console.Console, records) -> None:
+def _print_steps(console: rich.console.Console, records: Records) -> None:
   table = _table(
     'context',
     'budget',
@@ -116,7 +116,7 @@ def _steps(console: rich.console.Console, records) -> None:
   console.print(table)
 
 
-def _others(console: rich.console.Console, records) -> None:
+def _print_others(console: rich.console.Console, records: Records) -> None:
   for r in _of(records, 'prefill'):
     console.print(
       f'prefill of {r["tokens"]} tokens up to {r["context"]}: '
@@ -164,7 +164,7 @@ def _others(console: rich.console.Console, records) -> None:
     )
 
 
-def _worth(console: rich.console.Console, rows) -> None:
+def _print_speedups(console: rich.console.Console, rows: Records) -> None:
   if not rows:
     return
   lengths = (f'speedup at {a}' for a in ACCEPTANCE_LENGTHS)
@@ -180,10 +180,10 @@ def _worth(console: rich.console.Console, rows) -> None:
   console.print(table)
 
 
-def _of(records, kind: str) -> list[dict[str, Any]]:
+def _of(records: Records, kind: str) -> Records:
   return [r for r in records if r['kind'] == kind]
 
 
-def _order(record) -> tuple[int, bool, int]:
+def _order(record: dict[str, Any]) -> tuple[int, bool, int]:
   drafted = record.get('method') != 'ar'
   return record['context'], drafted, record['tree_budget']

@@ -19,8 +19,8 @@ from kdtree_jax.tree import (
   Acceptance,
   DraftTree,
   accept,
+  keep_top1_chain,
   root_only,
-  seed_chain,
 )
 
 
@@ -52,7 +52,7 @@ def build_tree(
     logits = jnp.where(beyond[:, None, None], -jnp.inf, logits)
   policy = registry.get('tree_policy', decode.tree_policy)
   tree = policy(logits, root, decode.tree_budget, decode.implementation)
-  return seed_chain(tree, logits) if decode.keep_top1_chain else tree
+  return keep_top1_chain(tree, logits) if decode.keep_top1_chain else tree
 
 
 def beyond_drafter(engine: Engine, state: DecodeState) -> Bool[Array, ' B']:

@@ -34,7 +34,13 @@ class Drafter(Protocol):
 
   All arrays live in `params` and `state`. `length` counts the committed
   tokens; the root, `tokens[b, length[b]]`, is not among them.
+
+  Attributes:
+    needs_golden: `params` must be `{'golden': [B, T] int32}`, the sequence that
+      greedy decoding would produce, -1 where it is unknown.
   """
+
+  needs_golden: ClassVar[bool]
 
   @property
   def block_size(self) -> int:
@@ -44,15 +50,6 @@ class Drafter(Protocol):
   @property
   def tap_layers(self) -> tuple[int, ...]:
     """Target layers whose outputs `commit` receives as features."""
-    ...
-
-  @property
-  def needs_golden(self) -> bool:
-    """Whether `params` must be `{'golden': [B, T] int32}`.
-
-    That is the sequence that greedy decoding would produce, -1 where it is
-    unknown.
-    """
     ...
 
   @property
@@ -134,9 +131,15 @@ class StubDrafter(abc.ABC):
 
   vocab_size: int
   block_size: int
-  tap_layers: ClassVar[tuple[int, ...]] = ()
   needs_golden: ClassVar[bool] = False
-  max_positions: ClassVar[int | None] = None
+
+  @property
+  def tap_layers(self) -> tuple[int, ...]:
+    return ()
+
+  @property
+  def max_positions(self) -> int | None:
+    return None
 
   @property
   def target_sizes(self) -> dict[str, int]:

@@ -219,7 +219,8 @@ class DFlashModel(nn.Module):
   def blocks(
     self,
     embedded: Float[Array, 'B A slots M'],
-    context: Sequence[Float[Array, 'B S keys_values']],
+    context: Float[Array, 'drafter_layers B S keys_values']
+    | Sequence[Float[Array, 'B S keys_values']],
     view: View,
   ) -> Float[Array, 'B A slots M']:
     """Normed hidden states of A blocks a sequence, for training.

@@ -94,7 +94,9 @@ def chain(
   return _pad(tree, 1 + tree_budget)
 
 
-def seed_chain(tree: DraftTree, logits: Float[Array, 'B D V']) -> DraftTree:
+def keep_top1_chain(
+  tree: DraftTree, logits: Float[Array, 'B D V']
+) -> DraftTree:
   """A tree of the same size that holds the whole chain of top-1 tokens.
 
   A best-first tree of noisy drafts may end that chain early. The result is the

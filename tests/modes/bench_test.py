@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 
-from kdtree_jax.benchmark import compile_time, end_to_end, subject
+from kdtree_jax.benchmark import compile_time, end_to_end, model_pair
 from kdtree_jax.modes import bench
 from tests import support
 from tests.command_line import main
@@ -37,7 +37,7 @@ def of(records, kind):
 
 
 def test_bench(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(subject, 'LAYERS', 1)
+  monkeypatch.setattr(model_pair, 'LAYERS', 1)
   cached, compiled = [], compile_time._in_a_process
 
   def in_a_process(*arguments):
@@ -75,7 +75,7 @@ def test_bench(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow  # tests/benchmark/end_to_end_test.py has most of it.
 def test_end_to_end(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(subject, 'LAYERS', 1)
+  monkeypatch.setattr(model_pair, 'LAYERS', 1)
   path = tmp_path / 'out.jsonl'
   sweep = ('--context=24', '--tree_budget=5', f'--output={path}')
   told = ('--end_to_end', '--max_new_tokens=40', '--acceptance_rate=0.5')
