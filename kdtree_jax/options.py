@@ -25,7 +25,7 @@ class GenerateKeywords(TypedDict, total=False):
   tree_budget: int
   tree_policy: str
   keep_top1_chain: bool
-  stop_ids: Sequence[int] | Set[int] | None
+  stop_ids: tuple[int, ...] | None
   capacity: int | None
   prefill_chunk: int
   kernels: str

@@ -100,7 +100,7 @@ def _define_mode(values: flags.FlagValues) -> None:
   names = tuple(MODES)
   mode = Flag('mode', str, None, 'What to do.', choices=lambda: names)
   flags.DEFINE_flag(_absl_flag(mode), values)
-  flags.DEFINE_bool('help', False, 'Explains.', values)
+  flags.DEFINE_bool('help', False, 'Explains.', values, short_name='h')
 
 
 def _share_logging(values: flags.FlagValues) -> None:
@@ -110,7 +110,7 @@ def _share_logging(values: flags.FlagValues) -> None:
     values[each.name] = each
 
 
-class _Parser(flags.ArgumentParser):
+class _Parser(flags.ArgumentParser[Any]):
   """Converts the text of one flag."""
 
   def __init__(self, convert: Callable[[str], Any]):
@@ -120,7 +120,7 @@ class _Parser(flags.ArgumentParser):
     return self._convert(argument)
 
 
-def _absl_flag(each: Flag) -> flags.Flag:
+def _absl_flag(each: Flag) -> flags.Flag[Any]:
   """A flag that is None where it is not given."""
   if each.kind is bool:
     return flags.BooleanFlag(each.name, None, each.help)
@@ -147,8 +147,10 @@ def _value(each: Flag, text: str) -> Any:
   if is_list:
     kind = int if kind == tuple[int, ...] else float
   word = _WORDS[kind]
-  wanted = f'a comma-separated list of {word}s' if is_list else f'a {word}'
-  wanted = wanted.replace('a i', 'an i')
+  article = 'an' if kind is int else 'a'
+  wanted = f'{article} {word}'
+  if is_list:
+    wanted = f'a comma-separated list of {word}s'
   try:
     found = (
       tuple(kind(item) for item in _items(text)) if is_list else kind(text)

@@ -204,7 +204,7 @@ def record(
   seed: int,
 ) -> dict[str, Any]:
   """One JSON object; every list is in the order of the rounds."""
-  line = {
+  line: dict[str, Any] = {
     'method': variant.method,
     'tree_budget': variant.tree_budget,
     'block_size': drafter.block_size if drafter else 1,

@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -160,7 +161,7 @@ def test_the_first_page_teaches():
   """Quickly: without JAX, and so is a typo."""
   code = """
 import sys, run
-assert run.main(['run.py', '--help']) == 0
+assert run.main(['run.py', '-h']) == 0
 assert run.main(['run.py', '--mod=x']) == 2
 assert not {'jax', 'flax', 'kdtree_jax.api'} & sys.modules.keys()
 """
@@ -185,5 +186,6 @@ def test_public_names_are_found_when_they_are_used():
 
 
 def test_keywords_are_the_fields_of_the_options():
-  fields = {field.name for field in dataclasses.fields(GenerateOptions)}
-  assert fields == set(GenerateKeywords.__annotations__)
+  keywords = typing.get_type_hints(GenerateKeywords)
+  fields = dataclasses.fields(GenerateOptions)
+  assert keywords == {field.name: field.type for field in fields}

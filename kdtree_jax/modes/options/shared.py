@@ -1,9 +1,11 @@
 """Groups of flags that several modes have."""
 
 import dataclasses
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from kdtree_jax import registry
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes.options.fields import ModeFlags, flag
@@ -19,17 +21,13 @@ def config_names() -> Sequence[str]:
 
 def drafter_names() -> Sequence[str]:
   """The drafters that need no file."""
-  from kdtree_jax import drafters, registry
-
-  assert drafters.__all__  # Its import registers them.
+  importlib.import_module('kdtree_jax.drafters')  # It registers them.
   return registry.names('drafter')
 
 
 def tree_policies() -> Sequence[str]:
   """The policies of the registry."""
-  from kdtree_jax import registry, tree
-
-  assert tree.__all__  # Its import registers them.
+  importlib.import_module('kdtree_jax.tree')  # It registers them.
   return registry.names('tree_policy')
 
 
@@ -117,11 +115,7 @@ def block_size_flag() -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetFlags(ModeFlags):
-  """The target.
-
-  Attributes:
-    dtype: None where the mode chooses.
-  """
+  """The target."""
 
   target: str | None = flag(
     None,
@@ -137,7 +131,6 @@ class TargetFlags(ModeFlags):
   layers: int | None = flag(
     None, 'With --config: its first so many layers only.'
   )
-  dtype: str | None = dtype_flag()
   weights: str = weights_flag()
 
   def __post_init__(self):
@@ -223,6 +216,7 @@ class PromptFlags(ModeFlags):
 class DecodingFlags(ModeFlags):
   """Decoding."""
 
+  dtype: str = dtype_flag()
   max_new_tokens: int = flag(
     GenerateOptions.max_new_tokens, 'Tokens to produce.'
   )
