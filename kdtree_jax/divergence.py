@@ -1,14 +1,13 @@
 """The first token at which an engine differs from AR, and its judgement."""
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from kdtree_jax import api, generation
 from kdtree_jax.config import ModelConfig
-from kdtree_jax.decode import DecodeState
+from kdtree_jax.observation import Observation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,31 +36,6 @@ class Divergence:
   router_margin: float | None
   router_noise: float | None
   near_tie: bool
-
-
-class Observation(NamedTuple):
-  """One decoded row; index i is that of the i-th committed new token.
-
-  Attributes:
-    output_ids: the tokens.
-    logits: the logits after each token.
-    choice: the router scores of each token.
-    experts: the experts of each token.
-    accepted: the acceptance length of every round.
-    state: the last state.
-  """
-
-  output_ids: list[int]
-  logits: Float[np.ndarray, 'tokens V']
-  choice: Float[np.ndarray, 'tokens moe_layers E']
-  experts: Int[np.ndarray, 'tokens moe_layers K']
-  accepted: list[int]
-  state: DecodeState
-
-  def first(self, count: int) -> 'Observation':
-    """The first `count` tokens of an observation of AR."""
-    cut = {name: getattr(self, name)[:count] for name in self._fields[:-1]}
-    return self._replace(**cut)
 
 
 def judge(

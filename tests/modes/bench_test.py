@@ -78,7 +78,7 @@ def test_end_to_end(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(model_pair, 'LAYERS', 1)
   path = tmp_path / 'out.jsonl'
   sweep = ('--context=24', '--tree_budget=5', f'--output={path}')
-  told = ('--end_to_end', '--max_new_tokens=40', '--acceptance_rate=0.5')
+  extra = ('--end_to_end', '--max_new_tokens=40', '--acceptance_rate=0.5')
   compiled, counted = end_to_end.compile_all, []
 
   def compile_all(calls):
@@ -90,7 +90,7 @@ def test_end_to_end(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(
     compile_time, 'compile_seconds', lambda *_: {'cold': 1.5, 'warm': None}
   )
-  assert call(*sweep, *told) == 0
+  assert call(*sweep, *extra) == 0
   # All programs were compiled side by side, none when it was their turn.
   assert counted == [support.compilations()]
   table = capsys.readouterr().out
