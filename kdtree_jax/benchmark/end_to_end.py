@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from kdtree_jax import generation
 from kdtree_jax.api import LoadedDrafter
+from kdtree_jax.benchmark import Record
 from kdtree_jax.benchmark.costed_drafter import CostedDrafter
 from kdtree_jax.benchmark.model_pair import ModelPair
 from kdtree_jax.decode.compilation import compile_all
@@ -34,7 +34,7 @@ def end_to_end(
   max_new_tokens: int,
   acceptance_rate: float,
   progress: Callable[[str], None],
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Record]:
   """Decodes a random prompt by AR, then by DDTree with each stub and budget.
 
   The stubs are the oracle and one of a set acceptance rate. Their golden
@@ -75,12 +75,8 @@ def end_to_end(
   for stub, longer in cases:
     budget = longer.tree_budget
     progress(f'decoding with {_name(stub)} at budget {budget}')
-
-    def generate(golden, stub=stub, longer=longer):
-      drafter = _costed(pair, stub, longer.tree_budget, golden)
-      return [*prompt, *_timed(pair, drafter, prompt, longer).output_ids]
-
-    golden, revisions = settled([*prompt, *ar.output_ids], generate)
+    first = [*prompt, *ar.output_ids]
+    golden, revisions = _settled_golden(pair, stub, prompt, longer, first)
     drafter = _costed(pair, stub, budget, golden)
     shorter = dataclasses.replace(longer, max_new_tokens=max_new_tokens)
     result = _timed(pair, drafter, prompt, shorter)
@@ -133,9 +129,25 @@ def _timed(
   return result
 
 
+def _settled_golden(
+  pair: ModelPair,
+  stub: StubDrafter,
+  prompt: list[int],
+  options: GenerateOptions,
+  golden: list[int],
+) -> tuple[list[int], int]:
+  """The golden sequence that the engine reproduces, and its revisions."""
+
+  def generate(golden: list[int]) -> list[int]:
+    drafter = _costed(pair, stub, options.tree_budget, golden)
+    return [*prompt, *_timed(pair, drafter, prompt, options).output_ids]
+
+  return settled(golden, generate)
+
+
 def _measured(
   result: generation.GenerateResult, ar: generation.GenerateResult
-) -> dict[str, Any]:
+) -> Record:
   """The figures of one run, beside AR's of the same prompt."""
   pairs = zip(result.output_ids, ar.output_ids, strict=False)
   differs = [i for i, (a, b) in enumerate(pairs) if a != b]

@@ -4,11 +4,11 @@ import importlib.metadata
 import platform
 import shlex
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kdtree_jax.benchmark import Record
 from pallas_kernels import bench
 
 
@@ -27,7 +27,7 @@ def ceilings() -> bench.Ceilings:
   return bench.Ceilings(kind, 2 * x.nbytes / copy, 2 * 128**3 / product, 0.0)
 
 
-def describe(found: bench.Ceilings) -> dict[str, Any]:
+def describe(found: bench.Ceilings) -> Record:
   """Hardware, versions, command and ceilings, for the head of results."""
   device = jax.devices()[0]
   packages = ('jax', 'jaxlib', 'flax', 'numpy')

@@ -6,17 +6,21 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, PyTree
 
 from kdtree_jax.benchmark import machine, stage_loops, traffic
 from kdtree_jax.benchmark.model_pair import ModelPair
 from kdtree_jax.decode import DecodeState, Engine, init_state
-from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
+from kdtree_jax.decode.compilation import (
+  Call,
+  Function,
+  compile_all,
+  start_compiling,
+)
 from kdtree_jax.decode.drivers import decode_loop
 from kdtree_jax.decode.round import prefill
 from kdtree_jax.decode.state import empty_stats
@@ -140,9 +144,7 @@ class StepTimer:
       drafter_state = self._state.drafter_state
     self._state = state.replace(drafter_state=drafter_state)
 
-  def call(
-    self, function: Callable[..., Any], engine: Engine, *operands: Any
-  ) -> Call:
+  def call(self, function: Function, engine: Engine, *operands: PyTree) -> Call:
     """A program on this state.
 
     It consumes its state unless it is a loop over a stage that only reads it.
@@ -157,7 +159,7 @@ class StepTimer:
     return Call(function, engine, params, state, operands, donate)
 
   def program(
-    self, function: Callable[..., Any], engine: Engine, *operands: Any
+    self, function: Function, engine: Engine, *operands: PyTree
   ) -> jax.stages.Compiled:
     """The compiled program of a call."""
     (program,), _ = compile_all([self.call(function, engine, *operands)])
@@ -185,7 +187,7 @@ class StepTimer:
     return calls
 
   def decode(
-    self, program: Callable[..., Any], engine: Engine, context: int, count: int
+    self, program: jax.stages.Compiled, engine: Engine, context: int, count: int
   ) -> tuple[float, int, int]:
     """Seconds, rounds and tokens of a loop that runs for `count` tokens."""
     state = jax.block_until_ready(self.state(engine, context, count))
@@ -272,11 +274,11 @@ class StepTimer:
 
   def _stage(
     self,
-    function: Callable[..., Any],
+    function: Function,
     engine: Engine,
     state: DecodeState,
-    *operands: Any,
-  ) -> tuple[float, Any]:
+    *operands: PyTree,
+  ) -> tuple[float, PyTree]:
     """Seconds a call without the loop's own cost, and the last result."""
     calls = self.repetitions.calls
     counts = [jnp.int32(count) for count in calls]
@@ -352,7 +354,7 @@ def compile_sweep(
 
 
 def temporary_bytes(
-  timer: StepTimer, function: Callable[..., Any], engine: Engine
+  timer: StepTimer, function: Function, engine: Engine
 ) -> int | None:
   """Memory of a program beyond its arguments; None if XLA does not know."""
   found = timer.program(function, engine).memory_analysis()

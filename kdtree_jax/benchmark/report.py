@@ -1,14 +1,14 @@
 """Speedups computed from measured times, and tables of all results."""
 
-from typing import Any
-
 import rich.box
 import rich.console
 import rich.table
 
+from kdtree_jax.benchmark import Record
+
 ACCEPTANCE_LENGTHS = (2, 3, 4, 5, 6, 8)
 
-Records = list[dict[str, Any]]
+Records = list[Record]
 
 
 def computed(records: Records) -> Records:
@@ -184,6 +184,6 @@ def _of(records: Records, kind: str) -> Records:
   return [r for r in records if r['kind'] == kind]
 
 
-def _order(record: dict[str, Any]) -> tuple[int, bool, int]:
+def _order(record: Record) -> tuple[int, bool, int]:
   drafted = record.get('method') != 'ar'
   return record['context'], drafted, record['tree_budget']

@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 
-from kdtree_jax.benchmark import compile_time, measure, traffic
+from kdtree_jax.benchmark import Record, compile_time, measure, traffic
 from kdtree_jax.benchmark.model_pair import ModelPair
 from kdtree_jax.decode import Engine
 from kdtree_jax.decode.drivers import decode_loop
@@ -21,7 +20,7 @@ class SweepPoint:
   context: int
   tree_budget: int | None
 
-  def is_of(self, record: dict[str, Any]) -> bool:
+  def is_of(self, record: Record) -> bool:
     """Whether a record is of this point."""
     return (
       record['kind'] == 'step'
@@ -53,7 +52,7 @@ class Sweep:
       pair.target.config, pair.target.params, pair.drafter.params
     )
 
-  def run(self, points: Sequence[SweepPoint]) -> Iterator[dict[str, Any]]:
+  def run(self, points: Sequence[SweepPoint]) -> Iterator[Record]:
     """Records of compilation, every point, prefill and memory."""
     engine_of = {
       budget: self.pair.engine(budget)
@@ -95,7 +94,7 @@ class Sweep:
     points: Sequence[SweepPoint],
     engine_of: dict[int | None, Engine],
     largest: Engine,
-  ) -> Iterator[dict[str, Any]]:
+  ) -> Iterator[Record]:
     """Records of the points, and of prefill at each new context."""
     routed, trees = {}, {}
     for point in points:
@@ -124,8 +123,8 @@ class Sweep:
       yield self._record(point, engine, measured)
 
   def _record(
-    self, point: SweepPoint, engine: Engine, measured: dict[str, Any]
-  ) -> dict[str, Any]:
+    self, point: SweepPoint, engine: Engine, measured: Record
+  ) -> Record:
     """The record of a point, with figures computed from the measured ones."""
     drafts = engine.drafter is not None
     config, context = self.pair.target.config, point.context
@@ -165,7 +164,7 @@ class Sweep:
       'computed': computed,
     }
 
-  def _prefill(self, engine: Engine, context: int) -> dict[str, Any]:
+  def _prefill(self, engine: Engine, context: int) -> Record:
     timing, count = self.timer.prefill(engine, context)
     return {
       'kind': 'prefill',
@@ -180,7 +179,7 @@ class Sweep:
       },
     }
 
-  def _memory(self, engines: Sequence[Engine]) -> dict[str, Any]:
+  def _memory(self, engines: Sequence[Engine]) -> Record:
     temporaries = [
       measure.temporary_bytes(self.timer, decode_loop, e) for e in engines
     ]

@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from kdtree_jax.decode.engine import Engine, Params
 from kdtree_jax.decode.state import DecodeState
 
 MAX_THREADS = 8
+
+# Pure, of static and traced arguments, as `Call` describes it.
+Function = Callable[..., Any]
 
 
 class Call(NamedTuple):
@@ -30,11 +34,11 @@ class Call(NamedTuple):
     donate: whether a call consumes its state.
   """
 
-  function: Callable[..., Any]
+  function: Function
   engine: Engine
   params: Params
   state: DecodeState
-  operands: tuple[Any, ...] = ()
+  operands: tuple[PyTree, ...] = ()
   donate: bool = False
 
   def lower(self) -> jax.stages.Lowered:
@@ -46,7 +50,7 @@ class Call(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _jitted(
-  function: Callable[..., Any], donate: bool, backend: str
+  function: Function, donate: bool, backend: str
 ) -> jax.stages.Wrapped:
   """The one `jax.jit` of a function, to which JAX ties what it keeps."""
   return jax.jit(

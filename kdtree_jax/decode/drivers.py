@@ -3,23 +3,23 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from kdtree_jax.decode import round as stages
-from kdtree_jax.decode.compilation import Call, compile_all
+from kdtree_jax.decode.compilation import Call, Function, compile_all
 from kdtree_jax.decode.engine import Engine, Params
 from kdtree_jax.decode.round import RoundTrace, decode_round, prefill
 from kdtree_jax.decode.state import DecodeState, HostState, all_done
 from kdtree_jax.tree import Acceptance, DraftTree
 
 # One round, called by the host: `(params, state, *operands)`.
-Step = Callable[..., Any]
+Step = Callable[..., PyTree]
 
 
 class Seconds(NamedTuple):
@@ -112,7 +112,7 @@ def loop_calls(
 
 
 def _with_prefill(
-  function: Callable[..., Any],
+  function: Function,
   engine: Engine,
   params: Params,
   state: DecodeState,
@@ -211,7 +211,7 @@ def traced_programs(
 
 
 def round_calls(
-  function: Callable[..., Any],
+  function: Function,
   engine: Engine,
   params: Params,
   state: DecodeState,
@@ -234,7 +234,7 @@ def round_calls(
 def round_step(engine: Engine, rounds: Sequence[jax.stages.Compiled]) -> Step:
   """The round of `round_calls`; AR's as soon as no row can be drafted for."""
 
-  def step(params: Params, state: DecodeState, *operands: Array) -> Any:
+  def step(params: Params, state: DecodeState, *operands: Array) -> PyTree:
     is_over = len(rounds) > 1 and bool(drafting_is_over(engine, state))
     return rounds[is_over](params, state, *operands)
 

@@ -7,10 +7,53 @@ forward's results are float32.
 
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
+
+from kdtree_jax.config import DrafterConfig
+
+
+class View(flax.struct.PyTreeNode):
+  """The rows of a shared context that each of A blocks sees in training.
+
+  The context may hold several documents, each from position 0.
+
+  Attributes:
+    start: the position of every block's root.
+    positions: positions of the context's rows.
+    seen: the rows before the root, of its own document.
+  """
+
+  start: Int32[Array, 'B A']
+  positions: Int32[Array, 'B S']
+  seen: Bool[Array, 'B A S']
+
+
+def visible_rows(
+  config: DrafterConfig, layer: int, view: View, width: int
+) -> tuple[Bool[Array, 'B A #slots S'], Bool[Array, 'slots slots']]:
+  """The rows of the context and the slots of its block that each slot sees.
+
+  That is all rows of its view and, unless the layer is causal, all slots.
+  """
+  slots = np.arange(width, dtype=np.int32)
+  block = np.ones((width, width), bool)
+  if config.is_causal(layer):
+    block = slots[:, None] >= slots[None, :]
+  context = view.seen[:, :, None]
+  window = config.window(layer)
+  if window is not None:
+    # Measured from the slot itself or from the root, which has slot 0.
+    origin = slots * (not config.window_from_root)
+    block &= origin[:, None] - slots[None, :] < window
+    distance = view.start[:, :, None] - view.positions[:, None]
+    distance = distance[:, :, None] + origin[None, None, :, None]
+    context &= distance < window
+  return context, jnp.asarray(block)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

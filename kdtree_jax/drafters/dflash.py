@@ -14,13 +14,12 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
+from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
-from kdtree_jax.drafters.attention import block_attention
+from kdtree_jax.drafters.attention import View, block_attention, visible_rows
 from kdtree_jax.drafters.base import TargetHead
 from kdtree_jax.model.layers import Linear, Matrix, RMSNorm, SwiGLU, weight
 from kdtree_jax.model.rope import apply_rope, rope_tables
@@ -63,22 +62,6 @@ class DFlashState(flax.struct.PyTreeNode):
   """
 
   context: Float[Array, 'drafter_layers B S keys_values']
-
-
-class View(flax.struct.PyTreeNode):
-  """The rows of a shared context that each of A blocks sees in training.
-
-  The context may hold several documents, each from position 0.
-
-  Attributes:
-    start: the position of every block's root.
-    positions: positions of the context's rows.
-    seen: the rows before the root, of its own document.
-  """
-
-  start: Int32[Array, 'B A']
-  positions: Int32[Array, 'B S']
-  seen: Bool[Array, 'B A S']
 
 
 class DFlashAttention(nn.Module):
@@ -243,7 +226,7 @@ class DFlashModel(nn.Module):
         queries,
         halves(context[layer]),
         halves(rows),
-        _visible(c, layer, view, queries.shape[2]),
+        visible_rows(c, layer, view, queries.shape[2]),
         c.head_dim**-0.5,
       )
 
@@ -311,29 +294,6 @@ class DFlashModel(nn.Module):
     # All kernels have the same parameters.
     hidden = self(embedded, DFlashState(context=rows), start, 'reference')
     return hidden if c.draft_vocab_size is None else self.unembed(hidden)
-
-
-def _visible(
-  config: DrafterConfig, layer: int, view: View, width: int
-) -> tuple[Bool[Array, 'B A #slots S'], Bool[Array, 'slots slots']]:
-  """The rows of the context and the slots of its block that each slot sees.
-
-  That is all rows of its view and, unless the layer is causal, all slots.
-  """
-  slots = np.arange(width, dtype=np.int32)
-  block = np.ones((width, width), bool)
-  if config.is_causal(layer):
-    block = slots[:, None] >= slots[None, :]
-  context = view.seen[:, :, None]
-  window = config.window(layer)
-  if window is not None:
-    # Measured from the slot itself or from the root, which has slot 0.
-    origin = slots * (not config.window_from_root)
-    block &= origin[:, None] - slots[None, :] < window
-    distance = view.start[:, :, None] - view.positions[:, None]
-    distance = distance[:, :, None] + origin[None, None, :, None]
-    context &= distance < window
-  return context, jnp.asarray(block)
 
 
 @register('drafter', 'dflash')
