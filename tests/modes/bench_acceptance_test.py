@@ -105,6 +105,13 @@ def test_runs_of_another_set_up_are_not_continued(files, tmp_path):
   assert resumable_runs.fingerprint(target, other) != mark
 
 
+def test_records_with_an_old_name_are_continued(tmp_path):
+  path = tmp_path / 'x.jsonl'
+  path.write_text('{"seed": 3, "chain_seed": true}')
+  (record,) = resumable_runs.read_runs(str(path), {'seed': 3})
+  assert record == {'seed': 3, 'keep_top1_chain': True}
+
+
 def test_what_does_not_belong_together(files, tmp_path):
   """Equal widths are no proof: of tokens, of texts, of weights."""
   corpus, path = tmp_path / 'corpus', tmp_path / 'x.jsonl'
