@@ -6,13 +6,12 @@ not, even if they could be converted.
 
 import math
 import operator
-import reprlib
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
 
-from kdtree_jax.errors import UserError
+from kdtree_jax.errors import UserError, show
 
 # Temperatures and probabilities are float32 on the device.
 MAX_FLOAT = float(np.finfo(np.float32).max)
@@ -39,7 +38,7 @@ def integer(
   except TypeError:
     number = None
   if number is None:
-    raise UserError(f'{name}={shown(value)} is not an integer')
+    raise UserError(f'{name}={show(value)} is not an integer')
   if least is not None and number < least:
     raise UserError(f'{name}={number} is below {least}')
   if most is not None and number > most:
@@ -58,7 +57,7 @@ def sequence(values: object, name: str) -> list[Any]:
     values = np.asarray(values).tolist()
   unordered = isinstance(values, (*_TEXT, Mapping, Set))
   if unordered or not isinstance(values, Iterable):
-    raise UserError(f'{name}={shown(values)} is not a sequence')
+    raise UserError(f'{name}={show(values)} is not a sequence')
   return list(values)
 
 
@@ -87,12 +86,7 @@ def number(value: Any, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
       found = None
   if found is None:
-    raise UserError(f'{name}={shown(value)} is not a number')
+    raise UserError(f'{name}={show(value)} is not a number')
   if not (math.isfinite(found) and abs(found) <= MAX_FLOAT):
     raise UserError(f'{name}={found} is not finite')
   return found
-
-
-def shown(value: Any) -> str:
-  """A value for a message: one short line, whatever it is."""
-  return ' '.join(reprlib.repr(value).split())

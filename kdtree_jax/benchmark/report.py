@@ -46,7 +46,7 @@ def computed(records: Records) -> Records:
 
 def show(records: Records) -> None:
   """Prints the tables of a sweep."""
-  console = rich.console.Console(width=160)
+  console = rich.console.Console(width=160, highlight=False)
   head = next(r for r in reversed(records) if r['kind'] == 'run')
   bandwidth = head['measured']['copy_bytes_per_second'] / 1e12
   s = head['settings']
@@ -54,7 +54,6 @@ def show(records: Records) -> None:
     f'{s["name"]}, {s["layers"]} layers, {s["weights"]}, {s["dtype"]}, batch '
     f'1; {head["hardware"]["device"]}, copy {bandwidth:.2f} TB/s, JAX '
     f'{head["versions"]["jax"]}',
-    highlight=False,
   )
   _print_steps(console, records)
   _print_others(console, records)
@@ -65,7 +64,6 @@ def show(records: Records) -> None:
     'must move, the limit (GB over the copy bandwidth of the run), verify us '
     '(the round less the other stages), break-even acceptance lengths and '
     'speedups.',
-    highlight=False,
   )
 
 
@@ -121,12 +119,10 @@ def _print_others(console: rich.console.Console, records: Records) -> None:
     console.print(
       f'prefill of {r["tokens"]} tokens up to {r["context"]}: '
       f'{r["measured"]["ms"]:.1f} ms',
-      highlight=False,
     )
   for r in _of(records, 'failure'):
     console.print(
       f'budget {r["tree_budget"]} does not compile: {r["reason"][:200]}',
-      highlight=False,
       markup=False,
     )
   for r in _of(records, 'compile'):
@@ -135,7 +131,6 @@ def _print_others(console: rich.console.Console, records: Records) -> None:
     console.print(
       f'first-call compilation of generate at budget {r["tree_budget"]}: '
       f'{r["measured"]["cold_seconds"]:.1f} s; its programs {warm}',
-      highlight=False,
     )
   for r in _of(records, 'memory'):
     m = r['measured']
@@ -145,7 +140,6 @@ def _print_others(console: rich.console.Console, records: Records) -> None:
       f'memory: weights {m["weight_bytes"] / 1e9:.2f} GB, state '
       f'{m["state_bytes"] / 1e9:.2f} GB, device peak beyond both {peak}, '
       f'largest temporary of a loop {m["temporary_bytes"] / 1e9:.3f} GB',
-      highlight=False,
     )
   for r in _of(records, 'end_to_end'):
     m = r['measured']
@@ -160,7 +154,6 @@ def _print_others(console: rich.console.Console, records: Records) -> None:
         else f'tokens differ from AR at {m["first_difference"]}, '
         f'{m["revisions"]} revisions'
       ),
-      highlight=False,
     )
 
 

@@ -42,12 +42,10 @@ class SamplingConfig:
 
   def __post_init__(self):
     check_types(self)
+    temperature = self.temperature
+    in_range = temperature == 0 or temperature >= 1e-4
     checks = (
-      (
-        'temperature',
-        self.temperature == 0 or self.temperature >= 1e-4,
-        '0 or at least 0.0001',
-      ),
+      ('temperature', in_range, '0 or at least 0.0001'),
       ('top_k', 0 <= self.top_k < 2**31, 'at least 0; 0 keeps all'),
       ('top_p', 1e-6 <= self.top_p <= 1, 'in 0.000001..1'),
       ('min_p', 0 <= self.min_p <= 1, 'in 0..1'),
@@ -56,7 +54,7 @@ class SamplingConfig:
     for name, holds, wanted in checks:
       if not holds:
         raise UserError(f'{name}={getattr(self, name)} must be {wanted}')
-    if self.temperature == 0:
+    if temperature == 0:
       for name, neutral in (('top_k', 0), ('top_p', 1.0), ('min_p', 0.0)):
         if getattr(self, name) != neutral:
           raise UserError(

@@ -86,15 +86,8 @@ class HostState(NamedTuple):
   @classmethod
   def of(cls, state: DecodeState) -> 'HostState':
     """Copies of a state, which the next step consumes."""
-    fields = (
-      state.tokens,
-      state.prompt_length,
-      state.length,
-      state.done,
-      state.stopped,
-      state.stats,
-    )
-    return cls(*jax.tree.map(np.array, jax.device_get(fields)))
+    fields = jax.device_get([getattr(state, name) for name in cls._fields])
+    return cls(*jax.tree.map(np.array, fields))
 
 
 def all_done(state: DecodeState) -> bool:
