@@ -163,7 +163,7 @@ def audit_prompt(
 
 
 def _failures(report: AuditReport, dtype: str) -> list[str]:
-  """What is wrong by a report's figures, a line each."""
+  """The failures that a report's figures show, a line each."""
   found = []
   for name in ('divergence', 'oracle_divergence'):
     divergence = getattr(report, name)

@@ -331,8 +331,9 @@ def _collect(
       middle = time.perf_counter()
     else:
       # Once for all rows, and without the largest array.
-      tree = trace.tree.replace(ancestors=())
-      trace = jax.device_get(trace._replace(tree=tree))
+      bits = np.zeros((*trace.tree.tokens.shape, 0), np.uint32)
+      tree = trace.tree.replace(ancestors=bits)
+      trace = jax.device_get(trace.replace(tree=tree))
       for row in np.flatnonzero(active):
         committed[row].append(RoundRecord.of(trace.tree, trace.committed, row))
         own[row].append(RoundRecord.of(trace.tree, trace.acceptance, row))

@@ -29,7 +29,7 @@ from kdtree_jax.keys import Purpose, key_for
 
 @dataclasses.dataclass(frozen=True)
 class Repetitions:
-  """How often things run for one figure.
+  """Numbers of runs, tokens and calls for one figure.
 
   Attributes:
     runs: repetitions of every measurement, after one to warm up.

@@ -107,7 +107,7 @@ def loop_programs(
 def loop_calls(
   engine: Engine, params: Params, state: DecodeState
 ) -> list[Call]:
-  """What `decode_to_end` compiles."""
+  """The programs of `decode_to_end`."""
   return _with_prefill(decode_loop, engine, params, state)
 
 

@@ -22,7 +22,7 @@ from kdtree_jax.schema import check_types
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-  """How the tokens of one request are sampled.
+  """The sampling settings of one request.
 
   Attributes:
     temperature: 0 takes the most probable token.

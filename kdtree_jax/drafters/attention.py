@@ -72,7 +72,7 @@ def block_attention(
   """One softmax over what a slot sees of the context and of its block.
 
   Args:
-    queries: of A blocks in each sequence.
+    queries: the queries of A blocks in each sequence.
     context: keys and values, shared by all A blocks. A value that is not
       finite reaches the slots that see its row and no others.
     block: keys and values of the blocks themselves, under the same rule.

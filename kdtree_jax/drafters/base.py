@@ -1,4 +1,4 @@
-"""What the decoding loop asks of a drafter."""
+"""The interface between the decoding loop and a drafter."""
 
 import abc
 import dataclasses

@@ -38,14 +38,14 @@ def of(records, kind):
 
 def test_bench(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(model_pair, 'LAYERS', 1)
-  cached, compiled = [], compile_time._in_a_process
+  cached, compiled = [], compile_time._in_new_process
 
-  def in_a_process(*arguments):
+  def in_new_process(*arguments):
     seconds = compiled(*arguments)
     cached.append(sorted(os.listdir(arguments[-1])))
     return seconds
 
-  monkeypatch.setattr(compile_time, '_in_a_process', in_a_process)
+  monkeypatch.setattr(compile_time, '_in_new_process', in_new_process)
   path = tmp_path / 'out.jsonl'
   output = f'--output={path}'
   sweep = ('--context=24,40', '--tree_budget=5', output)
