@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax import registry
-from kdtree_jax.checks import integer, number, shown
+from kdtree_jax.checks import integer, number
 from kdtree_jax.config import DecodeConfig, ModelConfig
 from kdtree_jax.drafters import Drafter
 from kdtree_jax.drafters.dflash import DFlashDrafter
-from kdtree_jax.errors import UserError
+from kdtree_jax.errors import UserError, show
 from kdtree_jax.io import huggingface, kdtr
 from kdtree_jax.io.digests import short, weights_digest
 from kdtree_jax.io.export import read_extra
@@ -315,11 +315,11 @@ def check_pair(target: Target, drafter: LoadedDrafter | None) -> None:
     UserError: what was not loaded, or a drafter that is another target's.
   """
   if not isinstance(target, Target):
-    raise UserError(f'target={shown(target)} is not loaded; use load_target')
+    raise UserError(f'target={show(target)} is not loaded; use load_target')
   if drafter is None:
     return
   if not isinstance(drafter, LoadedDrafter):
-    raise UserError(f'drafter={shown(drafter)} is not loaded; use load_drafter')
+    raise UserError(f'drafter={show(drafter)} is not loaded; use load_drafter')
   _check_fit(drafter.drafter, target.config, drafter.name)
   for leaf in jax.tree.leaves(drafter.params):
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)

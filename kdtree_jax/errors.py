@@ -1,7 +1,5 @@
 """The one exception that a user, not a programmer, is meant to read."""
 
-from typing import Any
-
 
 class UserError(ValueError):
   """Bad input: a flag, a file or a prompt. The message says what to change.
@@ -11,7 +9,9 @@ class UserError(ValueError):
   """
 
 
-def show(value: Any, limit: int = 100) -> str:
+def show(value: object, limit: int = 100) -> str:
   """A foreign value on one printable line: escaped, and cut if it is long."""
   text = ascii(value)
+  if not isinstance(value, str):  # An array is printed on several lines.
+    text = ' '.join(text.split())
   return text if len(text) <= limit else text[: limit - 3] + '...'

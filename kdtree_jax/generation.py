@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax.api import LoadedDrafter, Target, check_pair
-from kdtree_jax.checks import integer, integers, sequence, shown
+from kdtree_jax.checks import integer, integers, sequence
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import (
   DecodeState,
@@ -30,7 +30,7 @@ from kdtree_jax.decode.state import (
   check_prompt,
   token_slots,
 )
-from kdtree_jax.errors import UserError
+from kdtree_jax.errors import UserError, show
 from kdtree_jax.options import (
   PREFILL_CHUNK,
   GenerateKeywords,
@@ -276,7 +276,7 @@ def _draws(
   sampling = sequence(sampling, 'sampling')
   for i, one in enumerate(sampling):
     if not isinstance(one, SamplingConfig):
-      raise UserError(f'sampling[{i}]={shown(one)} is no SamplingConfig')
+      raise UserError(f'sampling[{i}]={show(one)} is no SamplingConfig')
   return seeds, sampling
 
 
@@ -331,9 +331,10 @@ def _collect(
       middle = time.perf_counter()
     else:
       # Once for all rows, and without the largest array.
-      tree = trace.tree.replace(ancestors=())
-      trace = jax.device_get(trace._replace(tree=tree))
-      for row in np.flatnonzero(active):
+      bits = np.zeros((*trace.tree.tokens.shape, 0), np.uint32)
+      tree = trace.tree.replace(ancestors=bits)
+      trace = jax.device_get(trace.replace(tree=tree))
+      for row in np.flatnonzero(active).tolist():
         committed[row].append(RoundRecord.of(trace.tree, trace.committed, row))
         own[row].append(RoundRecord.of(trace.tree, trace.acceptance, row))
     # A copy: the next step consumes the state.

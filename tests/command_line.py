@@ -1,10 +1,16 @@
 """run.py in this process: its flags from keywords, and its exit status."""
 
+import contextlib
 import importlib
+import io
+import pathlib
+import subprocess
 
 import run as program
 from kdtree_jax.modes import flags
 from kdtree_jax.modes.options import MODES, ModeFlags, flags_of
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def arguments(mode: str, **values: object) -> list[str]:
@@ -35,3 +41,20 @@ def run(given: ModeFlags) -> int:
 def main(*given: str) -> int:
   """The exit status of a command line."""
   return program.main(['run.py', *given])
+
+
+def called(*given: str) -> subprocess.CompletedProcess[str]:
+  """`main` at the top of the repository, with what it printed.
+
+  As a process of its own would end, without its imports and its programs.
+  """
+  out, err = io.StringIO(), io.StringIO()
+  with (
+    contextlib.chdir(ROOT),
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err),
+  ):
+    status = main(*given)
+  return subprocess.CompletedProcess(
+    given, status, out.getvalue(), err.getvalue()
+  )

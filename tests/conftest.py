@@ -21,6 +21,10 @@ CACHE = pathlib.Path(tempfile.gettempdir()) / f'kdtree_jax-xla-{os.getuid()}'
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
+# Threads of XLA's CPU client; by default one a core. The interpreter of Mosaic
+# kernels blocks one for each warpgroup that waits for another, all blocks of a
+# cluster at once: with two cores the one that they wait for never starts.
+os.environ.setdefault('NPROC', '32')
 
 import gc  # noqa: E402
 import itertools  # noqa: E402
@@ -39,6 +43,11 @@ MAPS = pathlib.Path('/proc/self/maps')
 # Counting takes milliseconds.
 TESTS_BETWEEN = 5
 _tests = itertools.count(1)
+
+# JAX keeps millions of small objects while it traces, none of them garbage:
+# to look through all of them now and then is a tenth of the suite.
+gc.freeze()
+gc.set_threshold(100_000, 20, 100)
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')

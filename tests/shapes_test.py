@@ -10,6 +10,7 @@ import pytest
 from jaxtyping import Array, Int32, TypeCheckError, jaxtyped
 
 from kdtree_jax.model.cache import KVCache, commit
+from kdtree_jax.training import drafting, packing
 from kdtree_jax.tree.accept import accept
 from kdtree_jax.tree.draft_tree import DraftTree, root_only
 from tests import shapes
@@ -77,6 +78,21 @@ def test_results_are_checked():
     grow(TREE, root_only(STOPS))
 
 
+@pytest.mark.parametrize(
+  'spoil',
+  (
+    lambda b: b.replace(tokens=b.tokens.astype(jnp.uint32)),
+    lambda b: b.replace(segments=b.segments[:, 1:]),
+    lambda b: b.tokens,
+  ),
+)
+def test_batches_of_training_are_checked(spoil):
+  batch = packing.pack(jnp.zeros((2, 5), jnp.int32), 0)
+  drafting.every_anchor(batch)
+  with pytest.raises(TypeCheckError, match='the parameters'):
+    drafting.every_anchor(spoil(batch))
+
+
 def test_every_letter_is_in_the_glossary():
   glossary = (ROOT / 'docs/GLOSSARY.md').read_text()
   known = set(re.findall(r'^\| `([^`]+)` \|', glossary, re.M))
@@ -88,5 +104,5 @@ def test_every_letter_is_in_the_glossary():
         path.read_text(),
       ):
         used |= {axis.lstrip('*#') for axis in shape.split()}
-  used = {axis for axis in used if not axis.startswith('{')}
+  used = {axis for axis in used if axis[0] != '{' and not axis.isdigit()}
   assert {'B', 'N', 'M', 'words'} <= used <= known

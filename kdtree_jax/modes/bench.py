@@ -10,8 +10,12 @@ import rich.console
 
 from kdtree_jax.benchmark import machine, report
 from kdtree_jax.benchmark.end_to_end import end_to_end
-from kdtree_jax.benchmark.subject import PREFILL, Subject, random_drafter
-from kdtree_jax.benchmark.sweep import Step, Sweep
+from kdtree_jax.benchmark.model_pair import (
+  PREFILL,
+  ModelPair,
+  random_drafter,
+)
+from kdtree_jax.benchmark.sweep import Sweep, SweepPoint
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import file_kind
 from kdtree_jax.io.paths import check_output
@@ -62,10 +66,10 @@ def run(flags: BenchFlags) -> int:
   return 0
 
 
-def _steps(ranges: _Ranges) -> list[Step]:
+def _steps(ranges: _Ranges) -> list[SweepPoint]:
   # Context by context: an interrupted run has whole tables.
   return [
-    Step(context, budget)
+    SweepPoint(context, budget)
     for context in ranges.contexts
     for budget in (None, *ranges.budgets)
   ]
@@ -124,7 +128,10 @@ def _earlier(path: str | None, settings: dict[str, Any]) -> list[dict]:
 
 
 def _measure(
-  flags: BenchFlags, ranges: _Ranges, missing: list[Step], records: list[dict]
+  flags: BenchFlags,
+  ranges: _Ranges,
+  missing: list[SweepPoint],
+  records: list[dict],
 ) -> None:
   """Appends to `records`, and writes a file of them after each that is new."""
   progress = _progress()
@@ -139,9 +146,9 @@ def _measure(
   head = machine.describe(ceilings)
   add({'kind': 'run', 'settings': _settings(flags)} | head)
   progress('making or loading weights')
-  subject = _subject(flags, ranges)
+  pair = _model_pair(flags, ranges)
   if missing:
-    sweep = Sweep(subject, ceilings, progress)
+    sweep = Sweep(pair, ceilings, progress)
     for record in sweep.run(missing):
       add(record)
       progress(json.dumps({k: record[k] for k in record if k != 'computed'}))
@@ -151,7 +158,7 @@ def _measure(
     if flags.tree_budget is not None:
       budgets = [budget for budget in ranges.budgets if budget]
     for record in end_to_end(
-      subject,
+      pair,
       ranges.contexts[0],
       budgets,
       ranges.tokens,
@@ -183,7 +190,7 @@ def _progress():
   return say
 
 
-def _subject(flags: BenchFlags, ranges: _Ranges) -> Subject:
+def _model_pair(flags: BenchFlags, ranges: _Ranges) -> ModelPair:
   """The pair, at a capacity that holds the longest context.
 
   Random weights have no trained positions: their limit is lifted.
@@ -211,7 +218,7 @@ def _subject(flags: BenchFlags, ranges: _Ranges) -> Subject:
         f'--drafter={flags.drafter} needs an answer; --end_to_end has it'
       )
   chunk = max(drafter.block_size, min(PREFILL, max(ranges.contexts)))
-  return Subject(
+  return ModelPair(
     target,
     drafter,
     capacity=ranges.capacity,

@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from kdtree_jax.drafters.attention import View
 from kdtree_jax.drafters.base import TargetHead
-from kdtree_jax.drafters.dflash import DFlashDrafter, DFlashModel, View
+from kdtree_jax.drafters.dflash import DFlashDrafter, DFlashModel
 from kdtree_jax.io.checkpoint_weights import Params
 from kdtree_jax.model import ForwardOutput, Transformer
 from kdtree_jax.training.packing import PackedBatch
@@ -37,8 +38,8 @@ class Anchors(flax.struct.PyTreeNode):
     valid: false for padding, from which nothing is learnt.
   """
 
-  index: Int32[Array, 'B anchors']
-  valid: Bool[Array, 'B anchors']
+  index: Int32[Array, 'B A']
+  valid: Bool[Array, 'B A']
 
 
 class DraftLoss(flax.struct.PyTreeNode):
@@ -140,7 +141,7 @@ def draft_hidden(
   features: Float[Array, 'B T F'],
   batch: PackedBatch,
   anchors: Anchors,
-) -> Float[Array, 'B anchors D M']:
+) -> Float[Array, 'B A D M']:
   """The drafter's normed hidden states of slots 1..D.
 
   Args:
@@ -169,7 +170,7 @@ def draft_logits(
   features: Float[Array, 'B T F'],
   batch: PackedBatch,
   anchors: Anchors,
-) -> Float32[Array, 'B anchors D V']:
+) -> Float32[Array, 'B A D V']:
   """The logits that `drafter.draft` gives at every anchor."""
   hidden = draft_hidden(drafter, params, head, features, batch, anchors)
   return drafter.ends(params, head).unembed(hidden)
@@ -266,13 +267,13 @@ def draft_loss(
 
 
 def _slot_terms(
-  log_p: Float32[Array, 'anchors D V'],
-  log_q: Float32[Array, 'anchors D V'],
-  text: Int32[Array, 'anchors D'],
+  log_p: Float32[Array, 'A D V'],
+  log_q: Float32[Array, 'A D V'],
+  text: Int32[Array, 'A D'],
   by_depth: Float32[Array, ' D'],
   prefix_power: float | Float32[Array, ''],
   hard_weight: float | Float32[Array, ''],
-) -> tuple[Float32[Array, 'anchors D'], ...]:
+) -> tuple[Float32[Array, 'A D'], ...]:
   """The terms that `draft_loss` sums over slots.
 
   Args:
@@ -312,7 +313,7 @@ def _slot_terms(
 
 def has_target(
   batch: PackedBatch, anchors: Anchors, depth: int
-) -> Bool[Array, 'B anchors D']:
+) -> Bool[Array, 'B A D']:
   """Whether a slot's token is in the same sequence and document."""
   ahead = jnp.arange(1, depth + 1, dtype=jnp.int32)
   index = anchors.index[:, :, None] + ahead[None, None, :]

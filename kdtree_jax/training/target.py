@@ -105,7 +105,7 @@ class TargetTask:
 
   def loss(
     self, params: Params, constants: Any, batch: PackedBatch, key: jax.Array
-  ) -> tuple[Float32[Array, ''], Float32[Array, 'L E']]:
+  ) -> tuple[Float32[Array, ''], Float32[Array, 'moe_layers E']]:
     del constants, key
     losses, routing = self._losses(params, batch)
     counted = batch.counted.astype(jnp.float32)
@@ -113,7 +113,7 @@ class TargetTask:
     return loss, expert_loads(self.config, routing)
 
   def after_step(
-    self, params: Params, aux: Float32[Array, 'L E']
+    self, params: Params, aux: Float32[Array, 'moe_layers E']
   ) -> tuple[Params, dict[str, jax.Array]]:
     params = balance_experts(self.config, params, aux, self.router_bias_step)
     if not aux.shape[0]:
@@ -157,7 +157,7 @@ class TargetTask:
 
 def expert_loads(
   config: ModelConfig, routing: Sequence[Routing]
-) -> Float32[Array, 'L E']:
+) -> Float32[Array, 'moe_layers E']:
   """How many tokens chose each expert, for every MoE layer."""
   experts = jnp.arange(config.n_routed_experts, dtype=jnp.int32)
   loads = [
@@ -172,7 +172,7 @@ def expert_loads(
 def balance_experts(
   config: ModelConfig,
   params: Params,
-  loads: Float32[Array, 'L E'],
+  loads: Float32[Array, 'moe_layers E'],
   step: float,
 ) -> Params:
   """Moves the biases of routers towards experts below the mean load.

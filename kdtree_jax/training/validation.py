@@ -25,10 +25,10 @@ from kdtree_jax.tree import accept
 
 
 def acceptance_lengths(
-  logits: Float32[Array, 'anchors D V'],
-  following: Int32[Array, 'anchors D'],
+  logits: Float32[Array, 'A D V'],
+  following: Int32[Array, 'A D'],
   budgets: tuple[int, ...],
-) -> Int32[Array, 'anchors walks']:
+) -> Int32[Array, 'A walks']:
   """Acceptance lengths of the chain and of trees at several roots.
 
   Args:

@@ -16,12 +16,13 @@ class Case(NamedTuple):
   batch: int
 
 
-# The vocabularies of reduced variants have at most 61 tokens.
+# The vocabularies of reduced variants have at most 61 tokens. Budgets that are
+# usual come first: `pairwise` takes the first of cases that are equal to it.
 AXES = (
   config_names(),
   registry.names('drafter'),
   registry.names('tree_policy'),
-  (0, 1, 7, 64, 97),
+  (7, 97, 64, 1, 0),
   (1, 3),
 )
 
@@ -42,8 +43,11 @@ def whole() -> list[Case]:
 def pairwise() -> list[Case]:
   """Combinations in which every two values of two axes meet somewhere.
 
-  But for stub drafters, which do not look at the target: of drafters and
-  variants, the oracle and dflash alone meet each of the others.
+  But every policy meets every budget, while a variant and a drafter meet one
+  budget whose nodes have a word of bits for their ancestors, and one with
+  several; a tree of the root alone is AR's own step, where neither differs.
+  And stub drafters do not look at the target: of drafters and variants, the
+  oracle and dflash alone meet each of the others.
 
   Greedy: each pick is the combination with the most pairs not met so far,
   the first of those that are equal. By variant, so that one process meets
@@ -54,7 +58,12 @@ def pairwise() -> list[Case]:
   axes = list(itertools.combinations(range(len(AXES)), 2))
 
   def pairs(case):
-    met = {(i, j, case[i], case[j]) for i, j in axes}
+    words = case.budget and min(-(-(1 + case.budget) // 32), 2)
+    alike = case._replace(budget=words)
+    met = {(i, j, alike[i], alike[j]) for i, j in axes}
+    met.add(('exactly', case.policy, case.budget))
+    if not case.budget:
+      met -= {(i, 3, case[i], words) for i in (0, 1)}
     if case.drafter not in ('oracle', 'dflash'):
       met.discard((0, 1, case.variant, case.drafter))
     return met

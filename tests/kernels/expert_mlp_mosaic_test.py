@@ -42,7 +42,7 @@ def silu(x):
 def exact(x, gate_up, down, ids, weights, shared=None):
   """The same in float64, the activation not rounded."""
   x, gate_up, down, weights, shared = jax.tree.map(
-    lambda a: np.asarray(a.astype(jnp.float32), np.float64),
+    lambda a: np.asarray(a).astype(np.float64),
     (x, gate_up, down, weights, shared),
   )
   out = np.zeros(x.shape)

@@ -19,7 +19,6 @@ from pallas_kernels import _bits
 from pallas_kernels.tree_build import (
   api,
   cases,
-  mosaic_bands,
   mosaic_common,
   mosaic_select,
   reference,
@@ -86,9 +85,6 @@ def test_popped_trees_equal_the_reference():
 
 
 def test_trees_by_bands_equal_the_reference(monkeypatch):
-  # One group of warps: four need as many threads of the interpreter to run at
-  # once, and wait for ever on a machine of two cores.
-  monkeypatch.setattr(mosaic_bands, '_GROUPS', 1)
   monkeypatch.setattr(mosaic, '_POPPED', 0)
   # 36 pairs of one score do not fit beside what is above them.
   check_growth(budget=7, depth=2, num_ranks=6, kinds=2)

@@ -36,7 +36,7 @@ def exact(*inputs, scale=SCALE):
   """Softmax over exactly the visible rows, in float64."""
   mask = visible(inputs)
   query, cache, rows, lengths = (
-    np.asarray(a.astype(jnp.float32), np.float64) for a in inputs[:4]
+    np.asarray(a).astype(np.float64) for a in inputs[:4]
   )
   out = np.zeros((*query.shape[:3], R))
   for b, i in np.ndindex(query.shape[:2]):

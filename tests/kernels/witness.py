@@ -24,7 +24,7 @@ def error(value, truth):
     value: array of any dtype.
     truth: float64, of the same shape.
   """
-  value = np.asarray(value.astype(jnp.float32), np.float64)
+  value = np.asarray(value).astype(np.float64)
   assert not value[~truth.any(axis=-1)].any()
   norm = np.linalg.norm(truth)
   return np.linalg.norm(value - truth) / norm if norm else 0.0
@@ -43,8 +43,9 @@ def check_close(case, truth):
   inputs = case.make_inputs(jax.random.key(0))
   wanted = truth(*inputs)
   # Nothing else may run beside the interpreter, which wants a thread for every
-  # warpgroup that waits for another.
-  plain = jax.block_until_ready(case.reference(*inputs))
+  # warpgroup that waits for another. As one program: of its single operations
+  # each would be one, for every shape.
+  plain = jax.block_until_ready(jax.jit(case.reference)(*inputs))
   out = run(case.interpreted, *inputs)
   assert out.dtype == plain.dtype == jnp.bfloat16
   if wanted.ndim == 2:

@@ -13,7 +13,7 @@ from kdtree_jax.api import bundled
 from kdtree_jax.modes import flags
 from kdtree_jax.modes.program_cache import keep_compiled_programs
 from tests import support
-from tests.command_line import main
+from tests.command_line import called, main
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIXTURE = 'tests/data/deepseek_v3_trained_drafter'
@@ -24,7 +24,7 @@ def run(*arguments, as_users=False):
   """With programs that the suite shares, or optimised as users have them."""
   env = dict(os.environ)
   if as_users:
-    del env['XLA_FLAGS']
+    del env['XLA_FLAGS'], env['NPROC']
   return subprocess.run(
     [sys.executable, 'run.py', *arguments],
     cwd=ROOT,
@@ -67,7 +67,7 @@ def test_demo_with_other_flags():
 
 def test_generate(tmp_path):
   path = tmp_path / 'out.jsonl'
-  done = run(
+  done = called(
     '--mode=generate',
     f'--target={FIXTURE}',
     f'--drafter={FIXTURE}/dflash',
@@ -109,7 +109,7 @@ def test_generate_stops_at_the_checkpoints_own_stop_id():
   # `test_generate` gives the empty list, and gets these.
   free = support.trace('deepseek_v3_trained_drafter')['ar_ids'][11:23]
   stop = free[4]
-  done = run(*base, PROMPT, f'--stop_ids={stop}')
+  done = called(*base, PROMPT, f'--stop_ids={stop}')
   record = json.loads(done.stdout)
   assert record['method'] == 'ar'
   wanted = free[: free.index(stop) + 1]
@@ -140,12 +140,13 @@ def test_generate_with_stubs_from_a_bundle():
 
 def test_make_bundle_and_inspect(tmp_path):
   path = tmp_path / 'x.kdtr'
-  made = run('--mode=make_bundle', '--variant=single_head', f'--output={path}')
+  make = ('--mode=make_bundle', '--variant=single_head')
+  made = called(*make, f'--output={path}')
   assert made.returncode == 0, made.stderr
   again = tmp_path / 'y.kdtr'
-  run('--mode=make_bundle', '--variant=single_head', f'--output={again}')
+  run(*make, f'--output={again}')  # Whose sets are in another order.
   assert path.read_bytes() == again.read_bytes()
-  seen = run('--mode=inspect', f'--target={path}')
+  seen = called('--mode=inspect', f'--target={path}')
   assert seen.returncode == 0
   assert 'model.layers.0.self_attn.q_proj.weight' in seen.stdout
 

@@ -11,9 +11,8 @@ from kdtree_jax import api
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import loading, texts
 from tests import support
-from tests.command_line import mode_flags
+from tests.command_line import called, mode_flags
 from tests.io.tokenizer_test import KIMI_NAMES, KIMI_TEMPLATE, write_ranks
-from tests.modes.run_test import run
 
 NAME = 'moonlight'
 
@@ -38,12 +37,12 @@ def lines(done):
 def test_a_prompt_as_text(folder):
   flags = ('--mode=generate', f'--target={folder}', '--max_new_tokens=6')
   flags += ('--ignore_eos',)
-  (record,) = lines(run(*flags, '--prompt=Hi there'))
+  (record,) = lines(called(*flags, '--prompt=Hi there'))
   assert record['prompt_ids'] == [*b'Hi there']
   wanted = bytes(t for t in record['output_ids'] if t < 256)
   assert record['text'] == wanted.decode('utf-8', 'replace')
   ids = ','.join(map(str, b'Hi there'))
-  (same,) = lines(run(*flags, f'--prompt_ids={ids}'))
+  (same,) = lines(called(*flags, f'--prompt_ids={ids}'))
   assert same['output_ids'] == record['output_ids']
   assert same['text'] == record['text']
 
@@ -51,7 +50,7 @@ def test_a_prompt_as_text(folder):
 def test_a_file_of_talks(folder, tmp_path):
   path = tmp_path / 'p.jsonl'
   path.write_text('{"id": "a", "turns": ["x", "yz"]}\n{"prompt": "w"}\n')
-  done = run(
+  done = called(
     '--mode=generate',
     f'--target={folder}',
     '--drafter=random',
@@ -93,7 +92,8 @@ def test_batches_are_single_runs(folder, tmp_path):
     '--seed=5',
     f'--prompts={path}',
   )
-  alone, together = lines(run(*flags)), lines(run(*flags, '--batch_size=3'))
+  alone = lines(called(*flags))
+  together = lines(called(*flags, '--batch_size=3'))
   assert [record['seed'] for record in alone] == [5, 6, 7, 8, 9]
   for a, b in zip(alone, together, strict=True):
     assert {k: v for k, v in a.items() if k != 'seconds'} == {
@@ -103,7 +103,7 @@ def test_batches_are_single_runs(folder, tmp_path):
   stop = next(
     c for c in text[2:] if c.isascii() and c.isprintable() and c != ','
   )
-  stopped = lines(run(*flags, '--batch_size=3', f'--stop_strings={stop}'))
+  stopped = lines(called(*flags, '--batch_size=3', f'--stop_strings={stop}'))
   for a, b in zip(alone, stopped, strict=True):
     assert b['text'] == a['text'].split(stop)[0]
     if stop in a['text']:
@@ -177,7 +177,7 @@ def test_weights_by_flag():
   flags += ('--prompt_ids=3,1,4,1,5', '--drafter=oracle', '--block_size=4')
   outputs = []
   for weights in ('as_stored', 'float32'):
-    records = lines(run(*flags, f'--weights={weights}', '--tree_budget=5'))
+    records = lines(called(*flags, f'--weights={weights}', '--tree_budget=5'))
     outputs += [record['output_ids'] for record in records]
   assert len(outputs) == 6 and all(ids == outputs[0] for ids in outputs)
 

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from kdtree_jax.modes import flags
+from tests.command_line import called
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
@@ -53,7 +54,8 @@ RECIPES = 'wide_latent or lookup or star'
 
 def environment():
   """As a user has it: nothing of the suite's own settings."""
-  return {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  suites = ('XLA_FLAGS', 'NPROC')
+  return {k: v for k, v in os.environ.items() if k not in suites}
 
 
 def execute(arguments, cwd=ROOT, env=None):
@@ -87,14 +89,14 @@ def test_the_first_two_commands():
 
 @pytest.mark.parametrize('command', COMMANDS)
 def test_other_commands(command, tmp_path):
-  """As written; programs as the suite compiles them, which it shares."""
+  """As written, in this process: they share their programs."""
   words = shlex.split(command)
   assert words[:3] == ['uv', 'run', 'run.py'], 'a command nobody runs'
   # Paths are relative to the repository; what is written goes elsewhere.
   words = [
     re.sub(r'^--output=', f'--output={tmp_path}/', word) for word in words[3:]
   ]
-  done = execute([sys.executable, 'run.py', *words], env=os.environ)
+  done = called(*words)
   assert done.returncode == 0, done.stderr
   assert done.stdout
   check_shown(COMMANDS[command], done.stdout.replace(f'{tmp_path}/', ''))
