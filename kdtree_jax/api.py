@@ -104,41 +104,33 @@ def load_target(
     UserError: a fault of the path or the checkpoint.
   """
   path = pathlib.Path(path)
-  jax_dtype, expanded = _dtype(dtype), _expanded(weights, dtype)
+  jax_dtype = _dtype(dtype)
+  load_params = functools.partial(
+    huggingface.target_params,
+    dtype=jax_dtype,
+    source_name=str(path),
+    expanded=_expanded(weights, dtype),
+    progress=progress,
+  )
   if _is_bundle(path):
     bundle = kdtr.read_bundle(path)
     config, golden = bundle.config, bundle.golden
     if config is None or bundle.target is None:
       raise UserError(f'{path}: the bundle holds a drafter and no target')
-    params = huggingface.target_params(
-      config,
-      MappingSource(bundle.target),
-      jax_dtype,
-      source_name=str(path),
-      expanded=expanded,
-      progress=progress,
-    )
+    params = load_params(config, MappingSource(bundle.target))
+    stop_ids = huggingface.bundle_stop_ids(bundle, str(path)).ids
+    tokenizer = bundle.tokenizer
     return Target(
-      bundle.name,
-      config,
-      params,
-      jax_dtype,
-      huggingface.bundle_stop_ids(bundle, str(path)).ids,
-      golden,
-      bundle.tokenizer,
+      bundle.name, config, params, jax_dtype, stop_ids, golden, tokenizer
     )
   raw = huggingface.read_json(_folder(path, 'target') / 'config.json')
   where = str(path / 'config.json')
   config = huggingface.model_config(raw, where)
-  params = huggingface.target_params(
+  params = load_params(
     config,
     SafetensorsSource(path),
-    jax_dtype,
-    source_name=str(path),
     quantization=huggingface.quantization(raw, where),
     extras=huggingface.read_extras(raw, where),
-    expanded=expanded,
-    progress=progress,
   )
   stop_ids = huggingface.stop_ids(path, raw)
   files: dict[str, bytes] = {}

@@ -188,10 +188,10 @@ def teacher_forced(
   text = golden_params(request.engine, texts)['golden']
   steps = drivers.traced(request.engine, request.params, request.state, text)
   state, seconds, along, own = _collect(steps, len(texts))
-  host, results = HostState.of(state), []
-  for row, rounds in enumerate(own):
-    count = options.max_new_tokens
-    along_text = drivers.result_of(host, row, count, seconds, along[row])
+  results = []
+  for along_text, rounds in zip(
+    _results(state, options, seconds, along), own, strict=True
+  ):
     along_target = dataclasses.replace(
       along_text,
       acceptance_lengths=[len(record.accepted_indices) for record in rounds],
@@ -289,11 +289,7 @@ def finished(request: Request) -> list[GenerateResult]:
   request.state, seconds = drivers.decode_to_end(
     request.engine, request.params, request.state
   )
-  host, count = HostState.of(request.state), request.options.max_new_tokens
-  return [
-    drivers.result_of(host, row, count, seconds)
-    for row in range(len(host.done))
-  ]
+  return _results(request.state, request.options, seconds)
 
 
 def _recorded(request: Request) -> list[GenerateResult]:
@@ -303,14 +299,26 @@ def _recorded(request: Request) -> list[GenerateResult]:
   steps = drivers.traced(*operands)
   state, seconds, rounds, _ = _collect(steps, len(request.state.done))
   seconds = seconds._replace(compile=compiled)
-  host, count = HostState.of(state), request.options.max_new_tokens
-  return [
-    drivers.result_of(host, row, count, seconds, records)
-    for row, records in enumerate(rounds)
-  ]
+  return _results(state, request.options, seconds, rounds)
 
 
 _Rounds = list[list[RoundRecord]]
+
+
+def _results(
+  state: DecodeState,
+  options: GenerateOptions,
+  seconds: drivers.Seconds,
+  rounds: _Rounds | None = None,
+) -> list[GenerateResult]:
+  """The results of the rows of a last state, perhaps with their rounds."""
+  host, count = HostState.of(state), options.max_new_tokens
+  return [
+    drivers.result_of(
+      host, row, count, seconds, rounds[row] if rounds else None
+    )
+    for row in range(len(host.done))
+  ]
 
 
 def _collect(

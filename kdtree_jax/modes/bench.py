@@ -38,10 +38,8 @@ class _Ranges:
   @property
   def steps(self) -> list[Step]:
     # By context, so that an interrupted run has complete tables.
-    budgets = (None, *self.budgets)
-    return list(
-      itertools.starmap(Step, itertools.product(self.contexts, budgets))
-    )
+    pairs = itertools.product(self.contexts, (None, *self.budgets))
+    return [Step(*pair) for pair in pairs]
 
   @property
   def room(self) -> int:
