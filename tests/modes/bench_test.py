@@ -171,7 +171,7 @@ def check_end_to_end(oracle, half):
     (('--target=x',), 'exclude each other'),
     (('--layers=9',), 'layers=9'),
     (('--drafter=oracle',), '--end_to_end'),
-    (('--output=README.md',), 'no file of --mode=bench'),
+    (('--output=README.md',), 'not a file of --mode=bench'),
     (('--output=missing/x.jsonl',), '--output'),
   ),
 )
