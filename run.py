@@ -12,7 +12,7 @@ To begin with:
       Continues a prompt by AR, DFlash chain and DDTree; one JSON line a run.
 
   python run.py --mode=audit --target=DIR --drafter=DIR --prompt_ids=1,2,3
-      Says whether DDTree's output is AR's, and judges a divergence.
+      Checks that DDTree's output is that of AR, and judges a divergence.
 
   python run.py --mode=bench --config=moonlight --output=moonlight.jsonl
       Times AR and rounds on random weights of a config's shape.
@@ -33,7 +33,7 @@ from kdtree_jax.modes.ending import exit_status
 
 
 def main(argv: Sequence[str]) -> int:
-  """Does what a command line asks for.
+  """Runs a command line.
 
   Args:
     argv: the program's name, then its arguments.
@@ -51,7 +51,7 @@ def _run(argv: Sequence[str]) -> int:
     return 0
   options = flags.parse(argv)
   flags.check_paths(options)
-  # Here: both import JAX, and neither help nor a typo should wait for it.
+  # Imported here because both import JAX, which help and typos do not need.
   from kdtree_jax.modes.program_cache import keep_compiled_programs
 
   module = importlib.import_module(f'kdtree_jax.modes.{options.mode}')

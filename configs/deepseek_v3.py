@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 at full size, without the multi-token layer."""
+"""DeepSeek-V3 and R1 at full size, without the multi-token-prediction layer."""
 
 from kdtree_jax.config import ModelConfig, RopeScaling
 

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash at full size, without the multi-token layer."""
+"""GLM-4.7-Flash at full size, without the multi-token-prediction layer."""
 
 from kdtree_jax.config import ModelConfig
 

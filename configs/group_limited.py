@@ -1,4 +1,4 @@
-"""DeepSeek-V2 in small: groups scored by their best expert."""
+"""A small DeepSeek-V2: expert groups scored by their best expert."""
 
 from kdtree_jax.config import ModelConfig
 

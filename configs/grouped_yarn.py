@@ -1,4 +1,4 @@
-"""DeepSeek-V3 in small: grouped sigmoid routing, YaRN with mscale."""
+"""A small DeepSeek-V3: grouped sigmoid routing, YaRN with mscale."""
 
 from kdtree_jax.config import ModelConfig, RopeScaling
 

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash in small, with half-split RoPE: wide v, layer types."""
+"""A small GLM-4.7-Flash with half-split RoPE: wide values, layer types."""
 
 from kdtree_jax.config import ModelConfig
 

@@ -1,4 +1,4 @@
-"""Kimi-K2.5 and K2.6 at full size, their language model."""
+"""The language model of Kimi-K2.5 and K2.6 at full size."""
 
 from kdtree_jax.config import ModelConfig, RopeScaling
 

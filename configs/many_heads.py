@@ -1,4 +1,4 @@
-"""48 heads and no experts at all: every layer dense."""
+"""48 heads and no experts: every layer is dense."""
 
 from kdtree_jax.config import ModelConfig
 

@@ -1,6 +1,6 @@
-"""The trained target that ships: Python sources, seven million parameters.
+"""The trained target that ships: Python source code, seven million parameters.
 
-Deep and thin, as small models want to be; tied embeddings, because a
+It is deep and thin, which suits small models. Embeddings are tied, because a
 vocabulary of 4096 would otherwise take a quarter of the parameters.
 """
 
@@ -39,9 +39,10 @@ RECIPE = TrainRecipe(
   checkpoint_every=2000,
 )
 
-# A third of the target's parameters. Taps over its whole depth: in so small a
-# model no layer is far from the output. Sequences as long as the target's: past
-# the positions that it has learnt a drafter's acceptance falls by half.
+# A third of the target's parameters. The taps span its whole depth: in so small
+# a model no layer is far from the output. Sequences are as long as the
+# target's: beyond the positions that it was trained on, a drafter's acceptance
+# length falls by half.
 DRAFTER_RECIPE = DrafterRecipe(
   steps=8000,
   batch_size=32,
@@ -59,7 +60,8 @@ DRAFTER_RECIPE = DrafterRecipe(
   block_size=16,
   target_layer_ids=(1, 3, 5, 7),
   anchors=128,
-  # A slot counts as far as the drafter gets there, instead of by its depth.
+  # A slot is weighted by how probable it is that the drafter's tokens are
+  # accepted up to it, instead of by its depth.
   gamma=100.0,
   prefix_power=0.5,
   hard_weight=1.0,

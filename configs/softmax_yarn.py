@@ -1,4 +1,4 @@
-"""DeepSeek-V2-Lite in small: softmax routing, unequal mscales."""
+"""A small DeepSeek-V2-Lite: softmax routing, unequal mscales."""
 
 from kdtree_jax.config import ModelConfig, RopeScaling
 

@@ -1,4 +1,4 @@
-"""The demo's target: small enough to ship, every main switch on."""
+"""The demo's target: small enough to ship, with every main feature."""
 
 from kdtree_jax.config import ModelConfig
 

@@ -1,4 +1,4 @@
-"""Loading: targets and drafters from files, stubs by name."""
+"""Loading targets and drafters from files, and stubs by name."""
 
 import contextlib
 import dataclasses
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax import registry
-from kdtree_jax.checks import integer, number, shown
+from kdtree_jax.checks import integer, number
 from kdtree_jax.config import DecodeConfig, ModelConfig
 from kdtree_jax.drafters import Drafter
 from kdtree_jax.drafters.dflash import DFlashDrafter
-from kdtree_jax.errors import UserError
+from kdtree_jax.errors import UserError, show
 from kdtree_jax.io import huggingface, kdtr
 from kdtree_jax.io.digests import short, weights_digest
 from kdtree_jax.io.export import read_extra
@@ -35,7 +35,7 @@ DEFAULT_BLOCK_SIZE = 8
 
 
 def bundled(name: str) -> pathlib.Path:
-  """Path of a bundle that ships inside the package.
+  """The path of a bundle in the package.
 
   `tiny` has random weights and golden answers; `python_small`, with a
   tokenizer, and `python_small_drafter` are a trained pair.
@@ -48,13 +48,13 @@ class Target:
   """A target in memory.
 
   Attributes:
-    name: for messages and tables.
+    name: name in messages and tables.
     config: the architecture.
     params: the nested dict of linen.
-    dtype: that the model computes in.
+    dtype: dtype of the computation.
     stop_ids: the checkpoint's own.
-    golden: of a bundle: `prompt`, `ar_tokens`, per-layer checks; else empty.
-    tokenizer: bytes of the tokenizer's files by name; empty: it has none.
+    golden: `prompt`, `ar_tokens` and values per layer of a bundle; else empty.
+    tokenizer: contents of the tokenizer's files by name; empty without one.
   """
 
   name: str
@@ -67,13 +67,13 @@ class Target:
 
   @functools.cached_property
   def digest(self) -> str:
-    """The digest of all weights, the same whatever they are loaded as."""
+    """The digest of all weights, the same for every dtype."""
     return weights_digest(self.params, rounded=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedDrafter:
-  """A drafter bound to parameters that fit one target."""
+  """A drafter and its parameters."""
 
   name: str
   drafter: Drafter
@@ -94,55 +94,47 @@ def load_target(
 
   Args:
     path: a `.kdtr` file, or a folder with `config.json` and safetensors.
-    dtype: `float32` or `bfloat16`: of weights, caches and arithmetic.
-    weights: `as_stored` keeps quantised weights quantised and expands them
-      where they are used; `bfloat16` and `float32` expand them now and round
-      all weights but the router's to it. Not finer than `dtype`.
-    progress: called with the bytes of each tensor that was read.
+    dtype: `float32` or `bfloat16`, for weights, caches and arithmetic.
+    weights: `as_stored` keeps quantised weights and dequantises them where
+      they are used; `bfloat16` and `float32` dequantise now and round all
+      weights but the router's to that dtype, which is not finer than `dtype`.
+    progress: called with the number of bytes of each tensor that was read.
 
   Raises:
-    UserError: what is wrong with the path or the checkpoint.
+    UserError: a fault of the path or the checkpoint.
   """
   path = pathlib.Path(path)
-  jax_dtype, expanded = _dtype(dtype), _expanded(weights, dtype)
+  jax_dtype = _dtype(dtype)
+  load_params = functools.partial(
+    huggingface.target_params,
+    dtype=jax_dtype,
+    source_name=str(path),
+    expanded=_expanded(weights, dtype),
+    progress=progress,
+  )
   if _is_bundle(path):
     bundle = kdtr.read_bundle(path)
     config, golden = bundle.config, bundle.golden
     if config is None or bundle.target is None:
       raise UserError(f'{path}: the bundle holds a drafter and no target')
-    params = huggingface.target_params(
-      config,
-      MappingSource(bundle.target),
-      jax_dtype,
-      source_name=str(path),
-      expanded=expanded,
-      progress=progress,
-    )
+    params = load_params(config, MappingSource(bundle.target))
+    stop_ids = huggingface.bundle_stop_ids(bundle, str(path)).ids
+    tokenizer = bundle.tokenizer
     return Target(
-      bundle.name,
-      config,
-      params,
-      jax_dtype,
-      huggingface.bundle_stop_ids(bundle, str(path)).ids,
-      golden,
-      bundle.tokenizer,
+      bundle.name, config, params, jax_dtype, stop_ids, golden, tokenizer
     )
   raw = huggingface.read_json(_folder(path, 'target') / 'config.json')
   where = str(path / 'config.json')
   config = huggingface.model_config(raw, where)
-  params = huggingface.target_params(
+  params = load_params(
     config,
     SafetensorsSource(path),
-    jax_dtype,
-    source_name=str(path),
     quantization=huggingface.quantization(raw, where),
     extras=huggingface.read_extras(raw, where),
-    expanded=expanded,
-    progress=progress,
   )
   stop_ids = huggingface.stop_ids(path, raw)
   files: dict[str, bytes] = {}
-  # One that cannot be read is no obstacle to token ids.
+  # Token ids work without a tokenizer that can be read.
   with contextlib.suppress(UserError):
     files = read_files(path)
   return Target(path.name, config, params, jax_dtype, stop_ids, {}, files)
@@ -151,15 +143,15 @@ def load_target(
 def random_target(
   name: str, dtype: str = 'float32', layers: int | None = None
 ) -> Target:
-  """Random weights of a config's shape, made on the device.
+  """A target with random weights, made on the device.
 
   Args:
-    name: of a file in `configs/`.
+    name: name of a file in `configs/`.
     dtype: `float32` or `bfloat16`.
-    layers: keep the first so many only; None for all.
+    layers: number of leading layers to keep; None for all.
 
   Raises:
-    UserError: no such config, or it has fewer layers.
+    UserError: no such config, or one with fewer layers.
   """
   config, jax_dtype = load_config(name), _dtype(dtype)
   if layers is not None:
@@ -191,12 +183,12 @@ def load_drafter(
   Args:
     path_or_name: a DFlash folder, a `.kdtr` file with a drafter, or a name
       from `registry.names('drafter')`.
-    target: that it will draft for.
-    block_size: 1 + positions drafted a round. Default: the trained block, 8
-      for a stub. A smaller one uses the first positions of the trained block.
+    target: the target it drafts for.
+    block_size: 1 + positions drafted per round. Default: the trained block, or
+      8 for a stub. A smaller one uses the first positions of the trained block.
     attention_factor: replaces the amplitude of the drafter's YaRN, about
-      which engines disagree; it changes the acceptance, never the output.
-    acceptance_rate: of the stub of that name: how often it is right, 0..1.
+      which engines disagree; changes the acceptance, never the output.
+    acceptance_rate: share of right drafts, 0..1, for the stub of that name.
 
   Raises:
     UserError: no such drafter, or one that does not fit the target.
@@ -229,7 +221,7 @@ def load_drafter(
     if bundle.drafter is None:
       raise UserError(f'{path}: the bundle holds no drafter')
     config, source = bundle.drafter_config, MappingSource(bundle.drafter)
-    # Of a pair in one file it is the target's.
+    # In a file with both, the recipe is the target's.
     recipe = bundle.recipe if bundle.target is None else {}
   else:
     if file_kind(path) is None:
@@ -261,7 +253,7 @@ def _dtype(name: str) -> Any:
 
 
 def _expanded(weights: str, dtype: str) -> Any:
-  """The dtype to which weights are rounded, None for `as_stored`."""
+  """The dtype of dequantised weights, None for `as_stored`."""
   if weights not in WEIGHTS:
     raise UserError(f'weights={weights!r} is none of {", ".join(WEIGHTS)}')
   if (weights, dtype) == ('float32', 'bfloat16'):
@@ -289,14 +281,14 @@ def _check_block_size(size: int, trained: int | None) -> None:
 
 
 def trained_for(target: Target) -> dict[str, str]:
-  """What the recipe of a drafter says of its target, under `target`."""
+  """The entry `target` in the recipe of a drafter for this target."""
   return {'name': target.name, 'weights': target.digest}
 
 
 def _check_trained_for(
   recipe: Mapping[str, Any], target: Target, name: str
 ) -> None:
-  """Refuses a drafter that names another target; many name none."""
+  """Refuses a drafter whose recipe names another target."""
   stated = recipe.get('target')
   weights = stated.get('weights') if isinstance(stated, Mapping) else None
   if isinstance(weights, str) and weights != target.digest:
@@ -309,17 +301,17 @@ def _check_trained_for(
 
 
 def check_pair(target: Target, drafter: LoadedDrafter | None) -> None:
-  """Checks that two that are to decode together were loaded for that.
+  """Checks that a target and a drafter are loaded and fit each other.
 
   Raises:
-    UserError: what was not loaded, or a drafter that is another target's.
+    UserError: one is not loaded, or the drafter is made for another target.
   """
   if not isinstance(target, Target):
-    raise UserError(f'target={shown(target)} is not loaded; use load_target')
+    raise UserError(f'target={show(target)} is not loaded; use load_target')
   if drafter is None:
     return
   if not isinstance(drafter, LoadedDrafter):
-    raise UserError(f'drafter={shown(drafter)} is not loaded; use load_drafter')
+    raise UserError(f'drafter={show(drafter)} is not loaded; use load_drafter')
   _check_fit(drafter.drafter, target.config, drafter.name)
   for leaf in jax.tree.leaves(drafter.params):
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -331,7 +323,7 @@ def check_pair(target: Target, drafter: LoadedDrafter | None) -> None:
 
 
 def _check_fit(drafter: Drafter, target: ModelConfig, name: str) -> None:
-  """Refuses a drafter for a target of other sizes, naming both."""
+  """Refuses a drafter for a target of other sizes."""
   for field, own in drafter.target_sizes.items():
     wanted = getattr(target, field)
     if own != wanted:

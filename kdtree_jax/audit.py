@@ -1,69 +1,66 @@
-"""Is an engine still lossless? AR against DDTree, with a fair judge.
+"""A check that an engine is still lossless: AR against DDTree.
 
-Rows of different shapes round differently, so in bfloat16 two exact engines
-may part at a near-tie. A divergence is therefore judged by noise that is
-measured without the engine under test: AR at N = 1 against AR padded to the
-tree's N rows, on the same prefix. Equal tokens alone could hide a fault that
-both share, or that only costs acceptance. So the audit also compares the
-decoded cache with a forward that reads no cache, the drafter's context with a
-fresh prefill, and the acceptance of an oracle with full acceptance.
+Rows of different shapes round differently, so in bfloat16 the outputs of two
+exact engines may differ from a near-tie on. A divergence is therefore compared
+with noise that is measured without the engine under test: AR at N = 1 against
+AR padded to the tree's N rows, on the same prefix. Equal tokens alone could
+hide a fault that both engines share, or one that only costs acceptance. So the
+audit also compares the decoded cache with a forward that reads no cache, the
+drafter's context with a fresh prefill, and the acceptance of an oracle with
+full acceptance.
 """
 
-import concurrent.futures
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import NamedTuple, Unpack
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Float
 
 from kdtree_jax import api, checks, generation
-from kdtree_jax.decode import DecodeState, Engine, drivers
+from kdtree_jax.decode import DecodeState
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
-from kdtree_jax.decode.engine import Params
-from kdtree_jax.decode.state import HostState, all_done
-from kdtree_jax.divergence import Divergence, Seen, judge
+from kdtree_jax.decode.state import HostState
+from kdtree_jax.divergence import Divergence, judge
 from kdtree_jax.drafters.null import NullDrafter
 from kdtree_jax.errors import UserError
+from kdtree_jax.observation import Observation, observe, observed_calls
 from kdtree_jax.options import GenerateKeywords, GenerateOptions
 
-# A relative error may be as large as this or, but for float32, as so many times
-# the noise that the audit measures: where experts flip at every rounding, a
-# model is noisy. What a fault leaves is of the order of the values themselves,
-# so that more noise than NOISIEST could hide it.
+# The largest relative error, or, but for float32, this many times the measured
+# noise: a model in which experts change at every rounding is noisy. A fault
+# changes values by as much as the values themselves, so noise above NOISIEST
+# could hide one.
 TOLERANCE = {'float32': 1e-3, 'bfloat16': 0.1}
 TIMES_NOISE = 3
 NOISIEST = 0.25
 
-# Prefill and rounds, being compiled.
-_Programs = Sequence[concurrent.futures.Future[jax.stages.Compiled]]
-
 
 @dataclasses.dataclass(frozen=True)
 class AuditReport:
-  """What was found for one prompt.
+  """The findings for one prompt.
 
   Attributes:
     prompt_ids: the prompt.
-    output_ids: AR's.
-    divergence: of DDTree from AR, or None: identical.
-    acceptance_length: mean of the engine under test.
-    oracle_divergence: the same with a drafter that knows AR's output.
-    oracle_acceptance_length: mean with the oracle.
-    full_acceptance_length: what the oracle must reach where it is identical;
-      None for tree policies that need not contain its whole proposal.
+    output_ids: AR's output.
+    divergence: DDTree's divergence from AR, or None if they are identical.
+    acceptance_length: the mean of the engine under test.
+    oracle_divergence: the divergence with an oracle, which knows AR's output.
+    oracle_acceptance_length: the mean with the oracle.
+    full_acceptance_length: the mean that the oracle must reach if there is no
+      divergence; None for tree policies that need not contain its whole draft.
     cache_error: logits of committed rows over the decoded cache, against a
       forward over the same text that reads no cache; relative, the worst of
       AR, DDTree and DDTree with the oracle.
-    cache_noise: how far padding moves AR's logits, relative likewise.
+    cache_noise: the change of AR's logits by padding, relative as well.
     context_error: the draft after decoding, against the draft after a prefill
       of the same text; relative to the largest logit.
-    context_noise: how far that moves if the prefill takes smaller chunks.
-    failures: in words; empty if all is well.
+    context_noise: how far that changes if the prefill takes smaller chunks.
+    failures: one line each; empty if the audit passes.
   """
 
   prompt_ids: list[int]
@@ -81,7 +78,7 @@ class AuditReport:
 
 
 def check_room(prompt: Sequence[int], capacity: int) -> None:
-  """Refuses a prompt after which nothing can be decoded."""
+  """Raises a UserError for a prompt that fills the capacity."""
   if len(prompt) >= capacity:
     raise UserError(
       f'the prompt has {len(prompt)} tokens and the capacity is {capacity}: '
@@ -98,16 +95,15 @@ def audit(
   """Audits greedy decoding of one prompt.
 
   Args:
-    target: the model.
-    drafter: of the engine under test.
+    target: the target.
+    drafter: the drafter of the engine under test.
     prompt_ids: at least one token id.
     **options: fields of `GenerateOptions`; stop ids are ignored.
 
   Raises:
     UserError: bad input.
   """
-  given = GenerateOptions(**options)
-  return audit_prompt(target, drafter, prompt_ids, given)
+  return audit_prompt(target, drafter, prompt_ids, GenerateOptions(**options))
 
 
 def audit_prompt(
@@ -117,62 +113,47 @@ def audit_prompt(
   options: GenerateOptions,
 ) -> AuditReport:
   """`audit` for callers that have a `GenerateOptions`."""
-  fields = dataclasses.replace(options, stop_ids=())
-  if fields.temperature > 0:
-    raise UserError('the audit is greedy: draws are equal if logits are')
+  options = dataclasses.replace(options, stop_ids=())
+  if options.temperature > 0:
+    raise UserError('the audit is greedy: samples are equal if logits are')
   api.check_pair(target, drafter)
   prompt = checks.integers(prompt_ids, 'prompt_ids')
-  limit = fields.capacity or target.config.max_position_embeddings
-  check_room(prompt, limit)
+  capacity = options.capacity or target.config.max_position_embeddings
+  check_room(prompt, capacity)
   # The oracle's last round looks beyond the last token.
   longer = dataclasses.replace(
-    fields, max_new_tokens=fields.further(drafter.block_size)
+    options, max_new_tokens=options.further(drafter.block_size)
   )
-  # One capacity for all: how a cache is cut for attention depends on it.
+  # One capacity for all: attention splits the cache by it.
   engine = generation.make_engine(target, None, len(prompt), longer)
-  fields, longer = (
+  options, longer = (
     dataclasses.replace(each, capacity=engine.decode.capacity)
-    for each in (fields, longer)
+    for each in (options, longer)
   )
-  oracle = api.load_drafter('oracle', target, drafter.block_size)
-  requests = [
-    _request(target, None, prompt, longer),
-    _request(target, drafter, prompt, fields, [prompt]),
-    _request(target, oracle, prompt, fields, [prompt]),
-    _padding(target, drafter, prompt, fields),
-  ]
-  # An audit of a large model is mostly compilation. What a drafter is told
-  # changes no shape, so that nothing waits for AR's output.
-  calls_of = [_calls(request) for request in requests]
-  calls = itertools.chain.from_iterable(calls_of)
-  futures = iter(start_compiling(calls))
-  programs = [list(itertools.islice(futures, len(c))) for c in calls_of]
-  ar = _observe(requests[0], programs[0])
-  golden = [[*prompt, *ar.output_ids]]
-  ar = _first(ar, fields.max_new_tokens)
-  tested, known = (
-    _observe(_request(target, which, prompt, fields, golden), compiled)
-    for which, compiled in zip((drafter, oracle), programs[1:3], strict=True)
-  )
-  padded = _padded(requests[3], programs[3], ar.output_ids)
+  found = _observe_all(target, drafter, prompt, options, longer)
   errors = [
-    _cache_error(target, prompt, seen, fields.kernels)
-    for seen in (ar, tested, known)
+    _cache_error(target, prompt, each, options.kernels)
+    for each in (found.ar, found.tested, found.oracle)
   ]
   full = None
-  if fields.tree_policy in ('best_first', 'chain'):
-    full = _full_acceptance(known, golden[0], drafter, fields)
-  context_error, context_noise = _context_error(target, drafter, tested, fields)
+  if options.tree_policy in ('best_first', 'chain'):
+    horizon = min(drafter.block_size - 1, options.tree_budget)
+    full = _full_acceptance(found.oracle, found.golden, horizon)
+  context_error, context_noise = _context_error(
+    target, drafter, found.tested.state, options
+  )
   report = AuditReport(
     prompt_ids=prompt,
-    output_ids=ar.output_ids,
-    divergence=judge(target, prompt, ar, tested, padded),
-    acceptance_length=float(np.mean(tested.accepted)),
-    oracle_divergence=judge(target, prompt, ar, known, padded),
-    oracle_acceptance_length=float(np.mean(known.accepted)),
+    output_ids=found.ar.output_ids,
+    divergence=judge(target, prompt, found.ar, found.tested, found.padded),
+    acceptance_length=float(np.mean(found.tested.accepted)),
+    oracle_divergence=judge(
+      target, prompt, found.ar, found.oracle, found.padded
+    ),
+    oracle_acceptance_length=float(np.mean(found.oracle.accepted)),
     full_acceptance_length=full,
     cache_error=float(np.max(errors)),
-    cache_noise=_relative(padded.logits, ar.logits, target.dtype),
+    cache_noise=_relative(found.padded.logits, found.ar.logits, target.dtype),
     context_error=context_error,
     context_noise=context_noise,
     failures=[],
@@ -182,6 +163,7 @@ def audit_prompt(
 
 
 def _failures(report: AuditReport, dtype: str) -> list[str]:
+  """The failures that a report's figures show, a line each."""
   found = []
   for name in ('divergence', 'oracle_divergence'):
     divergence = getattr(report, name)
@@ -210,19 +192,60 @@ def _failures(report: AuditReport, dtype: str) -> list[str]:
   return found
 
 
-def _observed_round(engine: Engine, params: Params, state: DecodeState):
-  """One round, and what the target saw along the committed path."""
-  state, trace = stages.decode_round(engine, params, state)
+class _Observations(NamedTuple):
+  """The decoded rows that an audit compares.
 
-  def along_path(x):
-    path = trace.committed.path
-    return jnp.take_along_axis(x, path[:, :, None], axis=1)[0]
+  Attributes:
+    golden: the prompt and AR's output, a block longer than `ar`.
+    ar: AR.
+    tested: DDTree with the drafter under test.
+    oracle: DDTree with the oracle.
+    padded: AR's tokens in rows that are padded to the tree's.
+  """
 
-  routing = [
-    (along_path(layer.choice), along_path(layer.ids))
-    for layer in trace.verified.out.routing
+  golden: list[int]
+  ar: Observation
+  tested: Observation
+  oracle: Observation
+  padded: Observation
+
+
+def _observe_all(
+  target: api.Target,
+  drafter: api.LoadedDrafter,
+  prompt: list[int],
+  options: GenerateOptions,
+  longer: GenerateOptions,
+) -> _Observations:
+  """Decodes a prompt by AR (with `longer`), DDTree, an oracle and padded AR."""
+  oracle = api.load_drafter('oracle', target, drafter.block_size)
+  null = NullDrafter(target.config.vocab_size, drafter.block_size)
+  padding = dataclasses.replace(
+    options, tree_policy='best_first', keep_top1_chain=False
+  )
+  requests = [
+    _request(target, None, prompt, longer),
+    _request(target, drafter, prompt, options, prompt),
+    _request(target, oracle, prompt, options, prompt),
+    _request(target, api.LoadedDrafter('null', null, {}), prompt, padding),
   ]
-  return state, along_path(trace.verified.logits), routing
+  # An audit of a large model is mostly compilation. Golden tokens change no
+  # shape, so that all programs are compiled before AR's output is known.
+  calls_of = [observed_calls(each) for each in requests]
+  futures = iter(start_compiling(itertools.chain.from_iterable(calls_of)))
+  programs = [list(itertools.islice(futures, len(c))) for c in calls_of]
+  ar = observe(requests[0], programs[0])
+  golden = [*prompt, *ar.output_ids]
+  ar = ar.first(options.max_new_tokens)
+  return _Observations(
+    golden,
+    ar,
+    *(
+      observe(_request(target, each, prompt, options, golden), compiled)
+      for each, compiled in zip((drafter, oracle), programs[1:3], strict=True)
+    ),
+    padded=observe(requests[3], programs[3], ar.output_ids),
+  )
 
 
 def _request(
@@ -230,216 +253,108 @@ def _request(
   drafter: api.LoadedDrafter | None,
   prompt: list[int],
   options: GenerateOptions,
-  golden: list[list[int]] | None = None,
+  golden: list[int] | None = None,
 ) -> generation.Request:
-  """A request before prefill."""
-  return generation.prepare(target, drafter, [prompt], options, golden)
-
-
-def _calls(request: generation.Request) -> list[Call]:
-  """A request's prefill and its observed rounds."""
-  return drivers.round_calls(
-    _observed_round, request.engine, request.params, request.state, donate=False
-  )
-
-
-def _observe(request: generation.Request, programs: _Programs) -> Seen:
-  """Decodes round by round and keeps the rows of committed tokens."""
-  fill, *steps = (program.result() for program in programs)
-  step = drivers.round_step(request.engine, steps)
-  state, rounds = fill(request.params, request.state), []
-  while not all_done(state):
-    state, logits, routing = step(request.params, state)
-    rounds.append(_rows(logits, routing, _last_accepted(state)))
-  return _seen(state, rounds)
-
-
-def _padding(
-  target: api.Target,
-  drafter: api.LoadedDrafter,
-  prompt: list[int],
-  options: GenerateOptions,
-) -> generation.Request:
-  """A request of the tree's N rows, all but the root padding."""
-  null = NullDrafter(target.config.vocab_size, drafter.block_size)
-  options = dataclasses.replace(
-    options, tree_policy='best_first', keep_top1_chain=False
-  )
-  drafter = api.LoadedDrafter('null', null, {})
-  return _request(target, drafter, prompt, options)
-
-
-def _padded(
-  request: generation.Request, programs: _Programs, output_ids: list[int]
-) -> Seen:
-  """AR at the tree's N rows, with these output tokens in place of its own."""
-  fill, *steps = (program.result() for program in programs)
-  step = drivers.round_step(request.engine, steps)
-  state, rounds = fill(request.params, request.state), []
-  start = (0, int(HostState.of(state).prompt_length[0]))
-  given = jnp.asarray(output_ids, jnp.int32)[None]
-  while not all_done(state):
-    state = state.replace(
-      tokens=lax.dynamic_update_slice(state.tokens, given, start)
-    )
-    state, logits, routing = step(request.params, state)
-    rounds.append(_rows(logits, routing, 1))
-  return _seen(state, rounds)
-
-
-def _last_accepted(state: DecodeState) -> int:
-  accepted = np.asarray(state.stats.acceptance_length)
-  return int(accepted[0, int(state.stats.rounds) - 1])
-
-
-def _rows(logits, routing, count: int):
-  """The committed rows of one round, on the host."""
-  # Cut there: on the device every count would compile a program.
-  logits, routing = jax.device_get((logits, routing))
-  choice = [scores[:count] for scores, _ in routing]
-  experts = [ids[:count] for _, ids in routing]
-  return logits[:count], choice, experts
-
-
-def _seen(state: DecodeState, rounds: list) -> Seen:
-  host = HostState.of(state)
-  start, length = int(host.prompt_length[0]), int(host.length[0])
-  count = length - start
-
-  def stacked(index: int) -> np.ndarray:
-    layers = len(rounds[0][index]) if rounds else 0
-    if not layers:
-      return np.zeros((count, 0, 1))
-    return np.stack(
-      [
-        np.concatenate([taken[index][layer] for taken in rounds])[:count]
-        for layer in range(layers)
-      ],
-      axis=1,
-    )
-
-  accepted = host.stats.acceptance_length[0]
-  return Seen(
-    output_ids=host.tokens[0, start:length].tolist(),
-    logits=np.concatenate([taken[0] for taken in rounds])[:count],
-    choice=stacked(1),
-    experts=stacked(2),
-    accepted=accepted[accepted > 0].tolist(),
-    state=state,
-  )
-
-
-def _first(seen: Seen, count: int) -> Seen:
-  """What was seen of the first `count` tokens, one of each round."""
-  return seen._replace(
-    output_ids=seen.output_ids[:count],
-    logits=seen.logits[:count],
-    choice=seen.choice[:count],
-    experts=seen.experts[:count],
-    accepted=seen.accepted[:count],
-  )
+  """A request before prefill; only an oracle uses `golden`."""
+  sequences = None if golden is None else [golden]
+  return generation.prepare(target, drafter, [prompt], options, sequences)
 
 
 def _full_acceptance(
-  known: Seen,
-  golden: list[int],
-  drafter: api.LoadedDrafter,
-  options: GenerateOptions,
+  oracle: Observation, golden: list[int], horizon: int
 ) -> float:
-  """Mean of what an oracle must reach: all it proposes, as far as it knows.
+  """The mean acceptance length of an oracle whose drafts are all accepted.
 
-  Near the last position it knows less than a block.
+  It drafts `horizon` tokens, and fewer where its golden tokens end.
   """
-  horizon = min(drafter.block_size - 1, options.tree_budget)
-  length = int(np.asarray(known.state.prompt_length)[0])
+  length = int(np.asarray(oracle.state.prompt_length)[0])
   wanted = []
-  for accepted in known.accepted:
+  for accepted in oracle.accepted:
     wanted.append(1 + max(0, min(horizon, len(golden) - 1 - length)))
     length += accepted
   return float(np.mean(wanted))
 
 
-def _relative(logits: np.ndarray, wanted: np.ndarray, dtype: Any) -> float:
-  """How far `[n, V]` logits are from others, relative to the largest.
+def _relative(
+  logits: Float[np.ndarray, 'tokens V'],
+  wanted: Float[np.ndarray, 'tokens V'],
+  dtype: DTypeLike,
+) -> float:
+  """The error of logits, relative to the largest.
 
-  The worst position in float32. In bfloat16 the median one: an expert that
-  flips at a near-tie changes single positions as much as a fault would change
-  all of them.
+  In float32 that of the worst position. In bfloat16 the median: at a near-tie
+  another expert changes single positions as much as a fault would change all
+  of them.
   """
   errors = np.abs(logits - wanted).max(axis=1) / np.abs(wanted).max()
   return float(errors.max() if dtype == jnp.float32 else np.median(errors))
 
 
 def _cache_error(
-  target: api.Target, prompt: list[int], seen: Seen, kernels: str
+  target: api.Target, prompt: list[int], found: Observation, kernels: str
 ) -> float:
-  """Decoded logits against one forward over the whole text in one chunk."""
-  text = [*prompt, *seen.output_ids]
+  """The error of decoded logits against one forward over the whole text."""
+  text = [*prompt, *found.output_ids]
   whole = generation.forward_logits(
     target, text, prefill_chunk=len(text), kernels=kernels
   )
-  return _relative(seen.logits, whole[len(prompt) :], target.dtype)
+  return _relative(found.logits, whole[len(prompt) :], target.dtype)
 
 
 def _context_error(
   target: api.Target,
   drafter: api.LoadedDrafter,
-  tested: Seen,
+  state: DecodeState,
   options: GenerateOptions,
 ) -> tuple[float, float]:
-  """The next draft of the decoded state, against that of a fresh prefill.
+  """The error of the next draft against that after a fresh prefill, and noise.
 
-  And the same for a prefill in smaller chunks, as the noise.
+  The noise is the error of a prefill in smaller chunks.
   """
-  state = tested.state
   host = HostState.of(state)
-  text = host.tokens[0, : int(host.length[0])].tolist()
-  capacity = state.stats.acceptance_length.shape[1]
-  options = dataclasses.replace(options, capacity=capacity)
-  golden = None
-  if drafter.drafter.needs_golden:
-    golden = [host.tokens[0, : len(text) + 1].tolist()]
-
+  length = int(host.length[0])
+  text, root = host.tokens[0, :length].tolist(), host.tokens[0, length]
+  golden = [*text, int(root)] if drafter.drafter.needs_golden else None
   chunk = options.prefill_chunk
-  half = max(1, min(chunk, len(text)) // 2)
   requests = [
     _request(
       target,
       drafter,
       text,
-      dataclasses.replace(options, prefill_chunk=size),
+      dataclasses.replace(
+        options,
+        capacity=state.stats.acceptance_length.shape[1],
+        prefill_chunk=size,
+      ),
       golden,
     )
-    for size in (chunk, half)
+    for size in (chunk, max(1, min(chunk, length) // 2))
   ]
-  (fill, draft, fill_half, draft_half), _ = compile_all(
-    [
-      Call(function, engine, request.params, request.state)
-      for request in requests
-      for function, engine in (
-        (stages.prefill, request.engine.for_prefill()),
-        (stages.draft, request.engine),
-      )
-    ]
-  )
+  calls = [
+    Call(function, engine, each.params, each.state)
+    for each in requests
+    for function, engine in (
+      (stages.prefill, each.engine.for_prefill()),
+      (stages.draft, each.engine),
+    )
+  ]
+  programs, _ = compile_all(calls)
 
-  def filled(
-    request: generation.Request, fill: jax.stages.Compiled
-  ) -> DecodeState:
+  def fresh_draft(request, fill, draft):
     fresh = fill(request.params, request.state)
     # Prefill may have chosen another root at a near-tie.
     tokens = np.array(fresh.tokens)
-    tokens[0, len(text)] = host.tokens[0, len(text)]
-    return fresh.replace(tokens=jnp.asarray(tokens))
+    tokens[0, length] = root
+    return draft(request.params, fresh.replace(tokens=jnp.asarray(tokens)))
 
   drafts = (
-    draft(requests[0].params, filled(requests[0], fill)),
-    draft(requests[0].params, state),
-    draft_half(requests[1].params, filled(requests[1], fill_half)),
+    fresh_draft(requests[0], *programs[:2]),
+    programs[1](requests[0].params, state),
+    fresh_draft(requests[1], *programs[2:]),
   )
   wanted, *others = (
     np.where(np.isneginf(logits), 0, logits)
-    for logits in (np.asarray(drafted[0]) for drafted in drafts)
+    for logits in (np.asarray(each[0]) for each in drafts)
   )
   scale = np.abs(wanted).max(initial=1e-30)
   error, noise = (np.abs(x - wanted).max(initial=0) / scale for x in others)

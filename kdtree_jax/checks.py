@@ -1,20 +1,19 @@
-"""Checks of single values, in one line that names the value.
+"""Checks of single values; an error is one line that names the value.
 
-Integers of Python, NumPy and JAX are integers; text, booleans and fractions
-are not, however they could be converted.
+Integers of Python, NumPy and JAX are integers. Text, booleans and floats are
+not, even if they could be converted.
 """
 
 import math
 import operator
-import reprlib
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
 
-from kdtree_jax.errors import UserError
+from kdtree_jax.errors import UserError, show
 
-# Temperatures and shares are float32 there.
+# Temperatures and probabilities are float32 on the device.
 MAX_FLOAT = float(np.finfo(np.float32).max)
 
 _TEXT = (str, bytes, bytearray)
@@ -32,14 +31,14 @@ def integer(
     most: the largest that is allowed.
 
   Raises:
-    UserError: it is none, or out of range.
+    UserError: it is no integer, or out of range.
   """
   try:
     number = None if isinstance(value, bool) else operator.index(value)
   except TypeError:
     number = None
   if number is None:
-    raise UserError(f'{name}={shown(value)} is not an integer')
+    raise UserError(f'{name}={show(value)} is not an integer')
   if least is not None and number < least:
     raise UserError(f'{name}={number} is below {least}')
   if most is not None and number > most:
@@ -47,22 +46,22 @@ def integer(
   return number
 
 
-def sequence(values: Any, name: str) -> list[Any]:
+def sequence(values: object, name: str) -> list[Any]:
   """The items of a list, an array or another ordered collection.
 
   Raises:
-    UserError: text, a mapping, a set, or nothing that has items.
+    UserError: it is text, a mapping or a set, or has no items.
   """
   if hasattr(values, '__array__'):
-    # At once: an array on a device is slow to iterate over.
+    # All at once: iterating over an array on a device is slow.
     values = np.asarray(values).tolist()
   unordered = isinstance(values, (*_TEXT, Mapping, Set))
   if unordered or not isinstance(values, Iterable):
-    raise UserError(f'{name}={shown(values)} is not a sequence')
+    raise UserError(f'{name}={show(values)} is not a sequence')
   return list(values)
 
 
-def integers(values: Any, name: str) -> list[int]:
+def integers(values: object, name: str) -> list[int]:
   """A sequence of integers, such as token ids.
 
   Raises:
@@ -78,7 +77,7 @@ def number(value: Any, name: str) -> float:
   """`value` as a Python number, integers as they are.
 
   Raises:
-    UserError: it is none, or not finite in float32.
+    UserError: it is no number, or not finite in float32.
   """
   found = None
   if not isinstance(value, (*_TEXT, bool, np.bool_)):
@@ -87,12 +86,7 @@ def number(value: Any, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
       found = None
   if found is None:
-    raise UserError(f'{name}={shown(value)} is not a number')
+    raise UserError(f'{name}={show(value)} is not a number')
   if not (math.isfinite(found) and abs(found) <= MAX_FLOAT):
     raise UserError(f'{name}={found} is not finite')
   return found
-
-
-def shown(value: Any) -> str:
-  """A value for a message: one short line, whatever it is."""
-  return ' '.join(reprlib.repr(value).split())

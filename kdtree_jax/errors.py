@@ -1,17 +1,16 @@
-"""The one exception that a user, not a programmer, is meant to read."""
-
-from typing import Any
+"""The exception for bad input."""
 
 
 class UserError(ValueError):
-  """Bad input: a flag, a file or a prompt. The message says what to change.
+  """Bad input, such as a flag, a file or a prompt, and what to change.
 
-  `run.py` prints it as one line and exits with status 2; a library user
-  catches it as the ValueError that it is.
+  `run.py` prints the message as one line and exits with status 2.
   """
 
 
-def show(value: Any, limit: int = 100) -> str:
-  """A foreign value on one printable line: escaped, and cut if it is long."""
+def show(value: object, max_length: int = 100) -> str:
+  """A value as one printable line: escaped, and cut if it is long."""
   text = ascii(value)
-  return text if len(text) <= limit else text[: limit - 3] + '...'
+  if not isinstance(value, str):  # An array is printed on several lines.
+    text = ' '.join(text.split())
+  return text if len(text) <= max_length else text[: max_length - 3] + '...'

@@ -1,4 +1,4 @@
-"""Generating as a user calls it: one prompt or a batch."""
+"""The public functions that generate: one prompt or a batch."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax.api import LoadedDrafter, Target, check_pair
-from kdtree_jax.checks import integer, integers, sequence, shown
+from kdtree_jax.checks import integer, integers, sequence
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import (
   DecodeState,
@@ -30,7 +30,7 @@ from kdtree_jax.decode.state import (
   check_prompt,
   token_slots,
 )
-from kdtree_jax.errors import UserError
+from kdtree_jax.errors import UserError, show
 from kdtree_jax.options import (
   PREFILL_CHUNK,
   GenerateKeywords,
@@ -55,11 +55,11 @@ def generate(
 
   Args:
     target: the model.
-    drafter: None decodes autoregressively, and the tree options are not used.
+    drafter: None decodes autoregressively, without the tree options.
     prompt_ids: at least one token id.
-    golden_ids: for drafters that need it, prompt and continuation; default:
-      found by decoding autoregressively first.
-    record_rounds: keep every round's tree; decodes round by round.
+    golden_ids: prompt and continuation, for drafters that need them; default:
+      decoded autoregressively first.
+    record_rounds: keep the tree of every round; decodes round by round.
     **options: fields of `GenerateOptions`.
 
   Raises:
@@ -93,10 +93,10 @@ def generate_batch(
 ) -> list[GenerateResult]:
   """Continues B prompts in one loop; each row equals its single run.
 
-  Rows have their own tree, length, stop and seed; a finished row costs no
-  expert. Arguments as in `generate`; `seeds`, one a prompt, replace the
-  default of `seed` plus the prompt's index. `sampling`, one a prompt,
-  replaces seeds and all options of drawing: temperatures may be mixed.
+  Each row has its own tree, length, stop and seed; a finished row activates
+  no expert. Arguments as in `generate`; `seeds`, one per prompt, replace the
+  default of `seed` plus the prompt's index. `sampling`, one per prompt,
+  replaces the seeds and all sampling options: temperatures may be mixed.
   """
   return continue_prompts(
     target,
@@ -121,22 +121,23 @@ def continue_prompts(
   sampling: Sequence[SamplingConfig] | None = None,
   record_rounds: bool = False,
 ) -> list[GenerateResult]:
-  """`generate_batch` for callers that have a `GenerateOptions`."""
+  """`generate_batch` with its options as a `GenerateOptions`."""
   request = prepare(target, drafter, prompts, options, golden, seeds, sampling)
   return _recorded(request) if record_rounds else finished(request)
 
 
 @dataclasses.dataclass(frozen=True)
-class ForcedResult:
-  """One text, followed by `force`.
+class TeacherForcedResult:
+  """The result of teacher forcing along one text.
 
   Attributes:
-    by_text: the walks along the text; its output is the text itself.
-    by_target: the walks along the target's own tokens, from the same roots.
+    along_text: accepts drafts that agree with the text, its output.
+    along_target: accepts drafts that agree with the target's own tokens, from
+      the same roots.
   """
 
-  by_text: GenerateResult
-  by_target: GenerateResult
+  along_text: GenerateResult
+  along_target: GenerateResult
 
 
 def force(
@@ -145,61 +146,64 @@ def force(
   texts: Prompts,
   prompt_length: int,
   **options: Unpack[GenerateKeywords],
-) -> list[ForcedResult]:
-  """Follows B texts: every round commits what the text says.
+) -> list[TeacherForcedResult]:
+  """Decodes B texts with teacher forcing: rounds commit the given tokens.
 
   Args:
     target: the model.
     drafter: one that needs no golden continuation.
     texts: B sequences of at least `prompt_length + max_new_tokens` ids.
-    prompt_length: tokens of each that are the prompt.
-    **options: fields of `GenerateOptions`; nothing stops a text.
+    prompt_length: number of leading tokens of each text that are its prompt.
+    **options: fields of `GenerateOptions`; stop ids are ignored.
 
   Raises:
-    UserError: a text is too short, or bad input.
+    UserError: bad input, such as a text that is too short.
   """
   given = GenerateOptions(**options)
-  return follow_texts(target, drafter, texts, prompt_length, given)
+  return teacher_forced(target, drafter, texts, prompt_length, given)
 
 
-def follow_texts(
+def teacher_forced(
   target: Target,
   drafter: LoadedDrafter,
   texts: Prompts,
   prompt_length: int,
   options: GenerateOptions,
-) -> list[ForcedResult]:
-  """`force` for callers that have a `GenerateOptions`."""
+) -> list[TeacherForcedResult]:
+  """`force` with its options as a `GenerateOptions`."""
   options = dataclasses.replace(options, stop_ids=())
   check_pair(target, drafter)
   if drafter is None or drafter.drafter.needs_golden:
     name = drafter and drafter.name
-    raise UserError(f'drafter {name} cannot follow a text; give a DFlash one')
+    raise UserError(
+      f'drafter {name} does not work with teacher forcing; give a DFlash one'
+    )
   prompt_length = integer(prompt_length, 'prompt_length', 1)
   texts = _ids_of(target, texts, 'texts')
   least = prompt_length + options.max_new_tokens
   if min((len(text) for text in texts), default=least) < least:
-    raise UserError(f'a text to follow has fewer than {least} tokens')
+    raise UserError(f'a text for teacher forcing has fewer than {least} tokens')
   prompts = [text[:prompt_length] for text in texts]
   request = prepare(target, drafter, prompts, options)
   text = golden_params(request.engine, texts)['golden']
   steps = drivers.traced(request.engine, request.params, request.state, text)
   state, seconds, along, own = _collect(steps, len(texts))
-  host, results = HostState.of(state), []
-  for row, (by_text, by_target) in enumerate(zip(along, own, strict=True)):
-    count = options.max_new_tokens
-    result = drivers.result_of(host, row, count, seconds, by_text)
-    walks = [len(seen.accepted_indices) for seen in by_target]
-    other = dataclasses.replace(
-      result, acceptance_lengths=walks, rounds=by_target
+  results = []
+  for along_text, rounds in zip(
+    _results(state, options, seconds, along), own, strict=True
+  ):
+    along_target = dataclasses.replace(
+      along_text,
+      acceptance_lengths=[len(record.accepted_indices) for record in rounds],
+      rounds=rounds,
     )
-    results.append(ForcedResult(result, other))
+    results.append(TeacherForcedResult(along_text, along_target))
   return results
 
 
 @dataclasses.dataclass
 class Request:
-  """Validated prompts and options: all that the drivers need."""
+  """Everything that the drivers need, made of validated input."""
 
   engine: Engine
   params: Any
@@ -216,7 +220,7 @@ def prepare(
   seeds: Sequence[int] | None = None,
   sampling: Sequence[SamplingConfig] | None = None,
 ) -> Request:
-  """Validates a request and builds all that the drivers need."""
+  """Validates prompts and options and makes a request of them."""
   check_pair(target, drafter)
   prompts = _ids_of(target, prompts, 'prompts')
   if not prompts:
@@ -225,16 +229,16 @@ def prepare(
   longest = max(len(prompt) for prompt in prompts)
   if golden is not None:
     golden = _ids_of(target, golden, 'golden')
-  seeds, sampling = _draws(options, batch, seeds, sampling)
+  seeds, sampling = _sampling(options, batch, seeds, sampling)
   counted = {'seeds': seeds, 'golden': golden, 'sampling': sampling}
   for name, given in counted.items():
     if given is not None and len(given) != batch:
       raise UserError(f'{len(given)} {name} for {batch} prompts')
-  drawn = any(one.temperature > 0 for one in sampling)
-  engine = make_engine(target, drafter, longest, options, drawn)
+  sample = any(one.temperature > 0 for one in sampling)
+  engine = make_engine(target, drafter, longest, options, sample)
   stops = target.stop_ids if options.stop_ids is None else options.stop_ids
-  limits = [options.max_new_tokens] * batch
-  state = init_state(engine, prompts, limits, stops, target.dtype, sampling)
+  lengths = [options.max_new_tokens] * batch
+  state = init_state(engine, prompts, lengths, stops, target.dtype, sampling)
   params = {'target': target.params, 'drafter': {}}
   if drafter is not None:
     params['drafter'] = drafter.params
@@ -251,7 +255,7 @@ def _ids_of(target: Target, rows: Any, name: str) -> list[list[int]]:
   """Rows of token ids, checked.
 
   Raises:
-    UserError: what is no sequence of integers, or outside the vocabulary.
+    UserError: a row is not a sequence of ids in the vocabulary.
   """
   rows = [
     integers(row, f'{name}[{i}]') for i, row in enumerate(sequence(rows, name))
@@ -261,13 +265,13 @@ def _ids_of(target: Target, rows: Any, name: str) -> list[list[int]]:
   return rows
 
 
-def _draws(
+def _sampling(
   options: GenerateOptions,
   batch: int,
   seeds: Sequence[int] | None,
   sampling: Sequence[SamplingConfig] | None,
 ) -> tuple[list[int], list[SamplingConfig]]:
-  """Seeds and requests as they were given, or as the options say."""
+  """The seeds and sampling that are given, else those of the options."""
   if seeds is None:
     seeds = range(options.seed, options.seed + batch)
   seeds = integers(seeds, 'seeds')
@@ -276,52 +280,60 @@ def _draws(
   sampling = sequence(sampling, 'sampling')
   for i, one in enumerate(sampling):
     if not isinstance(one, SamplingConfig):
-      raise UserError(f'sampling[{i}]={shown(one)} is no SamplingConfig')
+      raise UserError(f'sampling[{i}]={show(one)} is not a SamplingConfig')
   return seeds, sampling
 
 
 def finished(request: Request) -> list[GenerateResult]:
-  """Runs a request to its end; leaves the last state in `request`."""
+  """Decodes to the end and leaves the last state in `request`."""
   request.state, seconds = drivers.decode_to_end(
     request.engine, request.params, request.state
   )
-  host, count = HostState.of(request.state), request.options.max_new_tokens
-  return [
-    drivers.result_of(host, row, count, seconds)
-    for row in range(len(host.done))
-  ]
+  return _results(request.state, request.options, seconds)
 
 
 def _recorded(request: Request) -> list[GenerateResult]:
-  """Drives round by round and keeps the trees; times include the host."""
+  """Decodes round by round and keeps the trees; times include the host."""
   operands = (request.engine, request.params, request.state)
   compiled = drivers.traced_programs(*operands)[2]
   steps = drivers.traced(*operands)
   state, seconds, rounds, _ = _collect(steps, len(request.state.done))
   seconds = seconds._replace(compile=compiled)
-  host, count = HostState.of(state), request.options.max_new_tokens
-  return [
-    drivers.result_of(host, row, count, seconds, seen)
-    for row, seen in enumerate(rounds)
-  ]
+  return _results(state, request.options, seconds, rounds)
 
 
 _Rounds = list[list[RoundRecord]]
+
+
+def _results(
+  state: DecodeState,
+  options: GenerateOptions,
+  seconds: drivers.Seconds,
+  rounds: _Rounds | None = None,
+) -> list[GenerateResult]:
+  """The results of the rows of a last state, perhaps with their rounds."""
+  host, count = HostState.of(state), options.max_new_tokens
+  return [
+    drivers.result_of(
+      host, row, count, seconds, rounds[row] if rounds else None
+    )
+    for row in range(len(host.done))
+  ]
 
 
 def _collect(
   steps: Iterable[tuple[DecodeState, RoundTrace | None]],
   batch: int,
 ) -> tuple[DecodeState, drivers.Seconds, _Rounds, _Rounds]:
-  """Drives to the end.
+  """Takes all steps and keeps the rounds of each row.
 
   Args:
     steps: states, the first after prefill and without a trace.
     batch: B.
 
   Returns:
-    The last state, the times, and for every row the rounds with the walk that
-    was committed and those with the walk along the target's own tokens.
+    The last state, the times, and for every row two lists of rounds: with the
+    path that was committed, and with the one along the target's own tokens.
   """
   committed, own = ([[] for _ in range(batch)] for _ in range(2))
   active = np.zeros(batch, np.bool_)
@@ -330,9 +342,10 @@ def _collect(
     if trace is None:
       middle = time.perf_counter()
     else:
-      # Once for all rows, and without the largest array.
-      tree = trace.tree.replace(ancestors=())
-      trace = jax.device_get(trace._replace(tree=tree))
+      # One transfer for all rows, without the largest array.
+      bits = np.zeros((*trace.tree.tokens.shape, 0), np.uint32)
+      tree = trace.tree.replace(ancestors=bits)
+      trace = jax.device_get(trace.replace(tree=tree))
       for row in np.flatnonzero(active):
         committed[row].append(RoundRecord.of(trace.tree, trace.committed, row))
         own[row].append(RoundRecord.of(trace.tree, trace.acceptance, row))
@@ -348,11 +361,19 @@ def make_engine(
   drafter: LoadedDrafter | None,
   prompt_length: int,
   options: GenerateOptions,
-  drawn: bool | None = None,
+  sample: bool | None = None,
 ) -> Engine:
-  """The description of the program that a request runs on.
+  """The static description of the program for a request.
 
-  `drawn`: some row has a temperature; default: what the options say.
+  Args:
+    target: the model.
+    drafter: None decodes autoregressively.
+    prompt_length: tokens of the longest prompt.
+    options: how to generate.
+    sample: whether a row has a temperature; default: whether the options do.
+
+  Raises:
+    UserError: no program has these options.
   """
   if options.kernels == 'mosaic_gpu' and target.dtype == jnp.float32:
     raise UserError(
@@ -371,7 +392,7 @@ def make_engine(
     capacity=capacity,
     prefill_chunk=min(options.prefill_chunk, capacity),
     kernels=options.kernels,
-    sample=options.temperature > 0 if drawn is None else drawn,
+    sample=options.temperature > 0 if sample is None else sample,
   )
   if drafter is None:
     return Engine(target.config, None, decode)
@@ -392,9 +413,9 @@ def golden_continuations(
   options: GenerateOptions,
   sampling: Sequence[SamplingConfig] | None = None,
 ) -> list[list[int]]:
-  """Prompts and what the target will say, as far as a round can look.
+  """The prompts with the target's output, as far as any round drafts.
 
-  Drawn like the request itself: the draws are keyed by position.
+  Sampled as the request itself will be, since keys depend on positions only.
   """
   options = dataclasses.replace(
     options,
@@ -406,10 +427,10 @@ def golden_continuations(
 
 
 def golden_params(engine: Engine, sequences: Prompts) -> dict[str, jax.Array]:
-  """Parameters of a drafter that needs golden sequences, one for each row.
+  """The parameters of a drafter that needs golden sequences, one per row.
 
   Raises:
-    UserError: an id outside the vocabulary, which int32 might wrap.
+    UserError: an id is outside the vocabulary; int32 might wrap it.
   """
   vocab_size = engine.config.vocab_size
   for token in itertools.chain.from_iterable(sequences):
@@ -431,27 +452,28 @@ def forward_logits(
   prefill_chunk: int = PREFILL_CHUNK,
   kernels: str = 'auto',
 ) -> np.ndarray:
-  """`[T, V]` float32 logits of a full causal forward over T ids.
+  """`[T, V]` float32 logits of a causal forward over T ids.
 
-  Goes through the cache and the attention of decoding, chunk by chunk.
+  Uses the cache and the attention of decoding, chunk by chunk.
 
   Args:
     target: the model.
     ids: T token ids.
-    prefill_chunk: tokens a step.
+    prefill_chunk: tokens per step.
     kernels: `auto` or one implementation for all.
   """
   check_pair(target, None)
   ids = integers(ids, 'ids')
   prefill_chunk = integer(prefill_chunk, 'prefill_chunk', 1)
-  limit = target.config.max_position_embeddings
-  check_prompt(ids, target.config.vocab_size, limit)
+  max_length = target.config.max_position_embeddings
+  check_prompt(ids, target.config.vocab_size, max_length)
+  capacity = bucket(len(ids), max_length)
   decode = DecodeConfig(
     tree_budget=0,
     draft_depth=0,
-    capacity=bucket(len(ids), limit),
+    capacity=capacity,
     # A larger step would be padding.
-    prefill_chunk=min(prefill_chunk, bucket(len(ids), limit)),
+    prefill_chunk=min(prefill_chunk, capacity),
     kernels=kernels,
   )
   engine = Engine(target.config, None, decode)
@@ -462,7 +484,7 @@ def forward_logits(
   return np.asarray(program(params, state)[: len(ids)])
 
 
-def bucket(num_tokens: int, limit: int) -> int:
-  """The next power of two, within what the positions allow."""
+def bucket(num_tokens: int, max_length: int) -> int:
+  """The capacity for a sequence: a power of two, at most `max_length`."""
   power = 1 << max(num_tokens - 1, MIN_CAPACITY - 1).bit_length()
-  return min(power, limit)
+  return min(power, max_length)

@@ -1,8 +1,8 @@
-"""Keys of everything random that is no draw of a request.
+"""Random keys for everything but the sampling of requests.
 
-A request with seed s draws with `fold_in(key(s), position)`, and s is 0 unless
-somebody says otherwise. Whatever else is random must not begin with those
-keys, or the two would be one and the same noise.
+A request with seed s is sampled with `fold_in(key(s), position)`, and its
+default seed is 0. Any other use of those keys would give the same noise, so
+everything else that is random takes its keys from here.
 """
 
 import enum
@@ -10,12 +10,12 @@ import enum
 import jax
 import jax.numpy as jnp
 
-# Positions are int32: nothing from here on is one.
+# Positions are int32, so that no position reaches this number.
 _FIRST = 1 << 31
 
 
 class Purpose(enum.IntEnum):
-  """What is random, each with draws of its own."""
+  """Uses of random numbers, each with its own keys."""
 
   DRAFTER_NOISE = enum.auto()
   HITS = enum.auto()
@@ -28,5 +28,5 @@ class Purpose(enum.IntEnum):
 
 
 def key_for(purpose: Purpose, seed: int | jax.Array = 0) -> jax.Array:
-  """The key of a purpose, of which no request and no other purpose draws."""
+  """The key of a purpose, which no request and no other purpose uses."""
   return jax.random.fold_in(jax.random.key(seed), jnp.uint32(_FIRST + purpose))

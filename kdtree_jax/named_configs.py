@@ -1,8 +1,8 @@
 """The files of `configs/`, found by file name and loaded on demand.
 
-`configs/` is a folder of the repository, where forks put files of their own.
-It is no package: in a wheel it lies inside `kdtree_jax`, so that it takes no
-top-level name, and files are loaded by path from whichever of the two exists.
+`configs/` is a folder of the repository, to which forks add files. It is not a
+package: a wheel holds it inside `kdtree_jax`, so that it takes no top-level
+name, and files are loaded by path from the folder that exists.
 """
 
 import functools
@@ -20,7 +20,7 @@ from kdtree_jax.training.recipe import DrafterRecipe, TrainRecipe
 
 
 def config_names() -> tuple[str, ...]:
-  """Names of the files in `configs/`."""
+  """Names of the files in `configs/`, without `.py`."""
   files = repository_path('configs').glob('[!_]*.py')
   return tuple(sorted(path.stem for path in files))
 
@@ -29,7 +29,7 @@ def load_config(name: str) -> ModelConfig:
   """The `CONFIG` of `configs/<name>.py`.
 
   Raises:
-    UserError: no such file; the message lists those that exist.
+    UserError: there is no such file; the message lists those that exist.
   """
   known = config_names()
   if name not in known:
@@ -53,11 +53,12 @@ def load_recipe(
   """`CONFIG` and a recipe of `configs/<name>.py`.
 
   Args:
-    name: of the file.
-    attribute: `RECIPE` is the target's; a drafter's has another name.
+    name: the file's name.
+    attribute: `RECIPE` for the target's, another name for a drafter's.
 
   Raises:
-    UserError: no such file, it cannot be run, or it holds no such recipe.
+    UserError: there is no such file, it cannot be run, or it has no such
+      recipe.
   """
   config = load_config(name)
   if name not in (known := recipe_names(attribute)):
@@ -78,22 +79,22 @@ def load_recipe(
 
 @functools.cache
 def _load(path: pathlib.Path) -> types.ModuleType:
-  """The module in a file, which is run once.
+  """The module in a file, which is executed once.
 
   Raises:
-    UserError: the file, which may be a user's, raised an exception.
+    UserError: the file, which a user may have written, raised an exception.
   """
   try:
-    return _run(path)
+    return _execute(path)
   except Exception as e:
     what = '' if isinstance(e, UserError) else f'{type(e).__name__}: '
     raise UserError(f'configs/{path.name}: {what}{one_line(e)}') from e
 
 
-def _run(path: pathlib.Path) -> types.ModuleType:
+def _execute(path: pathlib.Path) -> types.ModuleType:
   loader = SourceFileLoader(f'configs.{path.stem}', str(path))
   spec = importlib.util.spec_from_loader(loader.name, loader)
-  assert spec is not None  # None is for names that no loader was given for.
+  assert spec is not None  # None is for names without a loader.
   module = importlib.util.module_from_spec(spec)
   loader.exec_module(module)
   return module

@@ -1,6 +1,6 @@
-"""What a call that generates may be told, checked where it is said.
+"""The options of generation.
 
-Light: flags read their defaults here before JAX is imported.
+Does not import JAX, since flags take their defaults from here.
 """
 
 import dataclasses
@@ -38,25 +38,25 @@ class GenerateKeywords(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-  """How to generate: the one type from flags and keywords to the engine.
+  """How to generate.
 
   Attributes:
-    max_new_tokens: at least 1; the output has exactly so many tokens unless a
-      stop token or the capacity ends it.
-    tree_budget: draft nodes a round, the root not counted.
+    max_new_tokens: tokens of the output, unless a stop token or the capacity
+      ends it earlier; at least 1.
+    tree_budget: draft nodes per round, without the root.
     tree_policy: `best_first` (DDTree) or `chain` (DFlash); see the registry.
     keep_top1_chain: keep the most probable chain in the tree, whatever its
       score.
     stop_ids: tokens that end the output; None: the checkpoint's.
     capacity: most tokens of prompt and output; None: the next power of two
-      that holds both. One program serves every prompt within a capacity.
-    prefill_chunk: prompt tokens a prefill step.
+      that holds both. Prompts of one capacity share a program.
+    prefill_chunk: prompt tokens per prefill step.
     kernels: `auto` or one implementation for all.
-    temperature: 0 is greedy; see `SamplingConfig` for this and the next four.
+    temperature: 0 is greedy; `SamplingConfig` explains this and the next four.
     top_k: likewise.
     top_p: likewise.
     min_p: likewise.
-    seed: of the first prompt; prompt i of a batch has seed + i.
+    seed: seed of the first prompt; prompt i of a batch has seed + i.
   """
 
   max_new_tokens: int = 128
@@ -92,7 +92,7 @@ class GenerateOptions:
     registry.get('tree_policy', self.tree_policy)
 
   def sampling(self, seeds: Sequence[int]) -> list['SamplingConfig']:
-    """One request for each seed."""
+    """The sampling of each row, one per seed."""
     from kdtree_jax.decode import SamplingConfig  # It imports JAX.
 
     return [
@@ -107,5 +107,5 @@ class GenerateOptions:
     ]
 
   def further(self, block_size: int) -> int:
-    """New tokens as far as the last round of a drafter can look."""
+    """Number of new tokens up to the last one that a round drafts."""
     return min(self.max_new_tokens + block_size, MAX_INT)

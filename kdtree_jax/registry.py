@@ -1,20 +1,19 @@
-"""Names for the things a researcher adds: drafters, tree policies.
+"""The registry of what a researcher adds: drafters and tree policies.
 
-One registry, keyed by kind and name. A file registers what it defines with one
-decorator; flags and the test suite read the names from here.
+Entries are keyed by kind and name. A file registers its class or function with
+a decorator; flags and the test suite list the names.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from kdtree_jax.errors import UserError
 
-T = TypeVar('T')
 _ENTRIES: dict[str, dict[str, Any]] = {}
 
 
-def register(kind: str, name: str) -> Callable[[T], T]:
-  """Decorator that files an object under `kind` and `name`.
+def register[T](kind: str, name: str) -> Callable[[T], T]:
+  """A decorator that registers an object under `kind` and `name`.
 
   Raises:
     ValueError: the name is taken.
@@ -31,10 +30,10 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 
 
 def get(kind: str, name: str) -> Any:
-  """The object filed under `kind` and `name`.
+  """The object registered under `kind` and `name`.
 
   Raises:
-    UserError: no such name; the message lists those that exist.
+    UserError: there is no such name; the message lists those that exist.
   """
   try:
     return _ENTRIES[kind][name]

@@ -1,4 +1,4 @@
-"""Where the repository's own top-level files are after an installation."""
+"""The place of the repository's top-level files, installed or not."""
 
 import pathlib
 
@@ -8,11 +8,11 @@ _PACKAGE = pathlib.Path(__file__).parent
 def repository_path(
   name: str, package: pathlib.Path = _PACKAGE
 ) -> pathlib.Path:
-  """`configs` or `run.py`: in a wheel inside the package, else beside it.
+  """The path of `configs` or `run.py`: in a wheel inside the package.
 
   Args:
-    name: of a file or folder at the top of the repository that `force-include`
-      in pyproject.toml puts into the wheel.
+    name: a file or folder at the top of the repository that `force-include` in
+      pyproject.toml puts into the wheel.
     package: the folder of `kdtree_jax`.
   """
   inside = package / name

@@ -1,8 +1,8 @@
-"""The one judge of the types of fields, in dataclasses and in JSON.
+"""Checks of the types of fields, in dataclasses and in JSON.
 
 `problem` compares a value with the annotation of its field. `check_types` does
-so for a dataclass that is being made, whoever makes it, and `from_json` makes
-one from a JSON object. `io/fields.py` reads foreign JSON with the same judge.
+so for every field of a new dataclass, and `from_json` makes a dataclass from a
+JSON object. `io/fields.py` reads foreign JSON with the same check.
 """
 
 import dataclasses
@@ -30,18 +30,18 @@ _WORDS = {
 
 
 class _Dataclass(Protocol):
-  """What every dataclass has."""
+  """Any dataclass."""
 
   __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 def problem(value: Any, kind: Any) -> str | None:
-  """What keeps a value from being of a type; None if nothing does.
+  """Why a value is not of a type; None if it is.
 
   Types are exact, as in JSON: True is no integer. An integer is a number too.
 
   Args:
-    value: of a field.
+    value: the value of a field.
     kind: its annotation: a class, `tuple[kind, ...]` or `kind | None`.
 
   Returns:
@@ -73,14 +73,14 @@ def _annotations(cls: type) -> dict[str, Any]:
   return typing.get_type_hints(cls)
 
 
-def check_types(value: Any) -> None:
-  """Checks every field of a dataclass; its `__post_init__` begins with this.
+def check_types(value: object) -> None:
+  """Checks every field of a dataclass, at the start of its `__post_init__`.
 
-  What other libraries call a number or a list becomes Python's own first, so
-  that equal configs are equal and can be written as JSON.
+  Numbers and lists of other libraries become Python's own first, so that equal
+  configs compare equal and can be written as JSON.
 
   Raises:
-    UserError: the name of the first field that is not of its type.
+    UserError: a field is not of its type; the message names it.
   """
   for name, kind in _annotations(type(value)).items():
     field = _plain(getattr(value, name))
@@ -91,21 +91,22 @@ def check_types(value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-  """An array as numbers of Python, a list as a tuple."""
+  """The value with arrays as Python's numbers and lists as tuples."""
   if hasattr(value, '__array__'):
     value = np.asarray(value).tolist()
   return tuple(value) if isinstance(value, list) else value
 
 
-def from_json[T: _Dataclass](cls: type[T], raw: Any) -> T:
-  """The dataclass whose `asdict` was written as this JSON object.
+def from_json[T: _Dataclass](cls: type[T], raw: object) -> T:
+  """The dataclass whose `asdict` is this JSON object.
 
   Args:
     cls: a dataclass that calls `check_types`.
     raw: the parsed JSON.
 
   Raises:
-    UserError: no object, or an unknown, missing or ill-typed field, by name.
+    UserError: it is no object, or a field is unknown, missing or ill-typed;
+      the message names the field.
   """
   where = cls.__name__
   if not isinstance(raw, Mapping):
@@ -122,7 +123,7 @@ def from_json[T: _Dataclass](cls: type[T], raw: Any) -> T:
 
 
 def _from_json(value: Any, kind: Any) -> Any:
-  """An object as the dataclass that belongs there."""
+  """The value of a field, as a dataclass if the field holds one."""
   for option in (kind, *typing.get_args(kind)):
     if dataclasses.is_dataclass(option) and value is not None:
       return from_json(option, value)

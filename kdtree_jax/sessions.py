@@ -1,4 +1,4 @@
-"""Generation that goes on: a stream of rounds, a conversation of turns."""
+"""Generation in steps: a stream of rounds, a conversation of turns."""
 
 import contextlib
 import dataclasses
@@ -30,11 +30,11 @@ from kdtree_jax.schema import MAX_INT
 
 @dataclasses.dataclass(frozen=True)
 class StreamUpdate:
-  """What one step committed.
+  """The tokens that one step committed.
 
   Attributes:
     new_ids: B lists of tokens.
-    rounds: rounds taken so far.
+    rounds: number of rounds so far.
   """
 
   new_ids: list[list[int]]
@@ -42,12 +42,12 @@ class StreamUpdate:
 
 
 class Stream:
-  """An iterator of `StreamUpdate`s; `results()` is what there is so far.
+  """An iterator of `StreamUpdate`s; `results()` returns the results so far.
 
-  An interrupted loop keeps its tokens: rows that are not done then have the
-  stop reason `interrupted`. The next loop, or `next`, goes on after the last
-  update that was handed out, whatever ended it: a break, Ctrl-C while a step
-  was running, or an exception of `decode`.
+  A loop over it may end early, by a break, by Ctrl-C during a step or by an
+  exception of `decode`. No token is lost: unfinished rows have the stop reason
+  `interrupted`, and the next loop, or `next`, continues after the last update
+  that was returned.
   """
 
   def __init__(
@@ -63,19 +63,22 @@ class Stream:
     decode: Callable[[list[int]], str] | None = None,
     **options: Unpack[GenerateKeywords],
   ):
-    """Prepares and compiles; see `generate` for what is not named here.
+    """Validates and compiles.
 
     Args:
       target: the model.
       drafter: see `generate`.
       prompts: B prompts.
-      rounds_per_step: rounds between two updates, through one program.
-      golden: B golden sequences for drafters that need them.
+      rounds_per_step: rounds per update; all values share one program.
+      golden: B golden sequences, for drafters that need them.
       seeds: see `generate_batch`.
       stop_strings: a row ends with the token that completes one of them.
-      decode: ids to text, such as a tokenizer's method; needed for
+      decode: turns ids into text, as a tokenizer's method does; needed for
         `stop_strings`.
       **options: fields of `GenerateOptions`.
+
+    Raises:
+      UserError: bad input, before anything is compiled.
     """
     self._rounds_per_step = integer(
       rounds_per_step, 'rounds_per_step', 1, MAX_INT
@@ -92,7 +95,7 @@ class Stream:
     stop_strings: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
   ) -> Self:
-    """A stream of a request that was prepared, a round a step."""
+    """A stream of a prepared request, with an update per round."""
     _check_stop_strings(stop_strings, decode)
     stream = cls.__new__(cls)
     stream._rounds_per_step = 1
@@ -105,7 +108,7 @@ class Stream:
     stop_strings: Sequence[str],
     decode: Callable[[list[int]], str] | None,
   ) -> None:
-    """Compiles; nothing is decoded yet."""
+    """Compiles, without decoding."""
     self._request = request
     self._stops: list[StopStrings] = []
     if decode is not None and stop_strings:
@@ -118,24 +121,24 @@ class Stream:
     )
     self._seconds = drivers.Seconds(0.0, 0.0, compiled)
     self._filled = False
-    # Lengths before the step whose update is due, and when that step began.
+    # For the step whose update is due: lengths before it, its start time.
     self._due: tuple[np.ndarray, float] | None = None
-    # An update that was made and not handed out, for Ctrl-C came.
+    # An update that Ctrl-C kept from being returned.
     self._update: StreamUpdate | None = None
-    # What `results` reads: a step consumes the state itself.
+    # A copy for `results`: a step consumes the state itself.
     self._host = self._unfilled(HostState.of(request.state))
 
   def __iter__(self) -> Iterator[StreamUpdate]:
     return self
 
   def close(self) -> None:
-    """Ends a loop, not the stream: what it has is kept for the next loop."""
+    """Does nothing: a later loop continues this stream."""
 
   def __next__(self) -> StreamUpdate:
-    """The update that is due, after a step unless one was interrupted.
+    """Takes a step, or finishes one that was interrupted.
 
     Raises:
-      UserError: a step failed for good.
+      UserError: a step failed and left no state to continue from.
     """
     request = self._request
     _check_kept(request, 'stream')
@@ -154,41 +157,41 @@ class Stream:
         self._take(self._step, self._host.length, count)
       self._wait('decode')
       with _uninterrupted():
-        seen, _ = self._due
-        request.state, self._host = self._stop_at_strings(request.state, seen)
-        self._update, self._due = self._committed(seen), None
+        before, _ = self._due
+        request.state, self._host = self._stop_at_strings(request.state, before)
+        self._update, self._due = self._committed(before), None
     update, self._update = self._update, None
     return update
 
-  def _take(self, program: Any, seen: np.ndarray, *operands: Any) -> None:
-    """Begins a step; from here on its update is due."""
+  def _take(self, program: Any, before: np.ndarray, *operands: Any) -> None:
+    """Begins a step, which makes its update due."""
     request = self._request
     with _uninterrupted():
       begin = time.perf_counter()
       request.state = program(request.params, request.state, *operands)
-      self._due = seen, begin
+      self._due = before, begin
 
   def _wait(self, kind: str) -> None:
-    """Waits for the step that was begun and counts its seconds."""
+    """Waits for the current step and adds its time."""
     jax.block_until_ready(self._request.state)
-    seen, begin = self._due
+    before, begin = self._due
     now = time.perf_counter()
     spent = getattr(self._seconds, kind) + now - begin
-    # Once, also where the update is withheld by what comes next.
+    # If Ctrl-C follows, the next wait must not count this time again.
     self._seconds = self._seconds._replace(**{kind: spent})
-    self._due = seen, now
+    self._due = before, now
 
-  def _committed(self, seen: np.ndarray) -> StreamUpdate:
-    """What was committed since a step began."""
+  def _committed(self, before: np.ndarray) -> StreamUpdate:
+    """The tokens after the lengths `[B]` before a step."""
     host = self._host
     new = [
       row[a:b].tolist()
-      for row, a, b in zip(host.tokens, seen, host.length, strict=True)
+      for row, a, b in zip(host.tokens, before, host.length, strict=True)
     ]
     return StreamUpdate(new, int(host.stats.rounds))
 
   def results(self) -> list[GenerateResult]:
-    """One result a row, as far as the stream was consumed."""
+    """One result per row, up to the last step."""
     count = self._request.options.max_new_tokens
     return [
       drivers.result_of(self._host, row, count, self._seconds)
@@ -197,19 +200,19 @@ class Stream:
 
   @staticmethod
   def _unfilled(host: HostState) -> HostState:
-    """Before the prefill not even the prompt is committed."""
+    """The state before prefill, where only the prompt exists."""
     return host._replace(length=host.prompt_length)
 
   def _stop_at_strings(
-    self, state: DecodeState, seen: np.ndarray
+    self, state: DecodeState, before: np.ndarray
   ) -> tuple[DecodeState, HostState]:
     """Ends the rows whose new tokens complete a stop string."""
     host = HostState.of(state)
     ends = {}
     for row, stops in enumerate(self._stops):
-      for place in range(int(seen[row]), int(host.length[row])):
-        if stops.push(int(host.tokens[row, place])):
-          ends[row] = place + 1
+      for position in range(int(before[row]), int(host.length[row])):
+        if stops.push(int(host.tokens[row, position])):
+          ends[row] = position + 1
           break
     for row, length in ends.items():
       state = truncate(state, row, length)
@@ -217,7 +220,7 @@ class Stream:
 
 
 class Conversation:
-  """Turns over one cache: what was said is never prefilled again."""
+  """Turns that share one cache: earlier ones are not prefilled again."""
 
   def __init__(
     self,
@@ -230,7 +233,7 @@ class Conversation:
     Args:
       target: the model.
       drafter: one that needs no golden continuation, or None.
-      **options: fields of `GenerateOptions`; without `capacity` it is the
+      **options: fields of `GenerateOptions`; `capacity` is by default the
         target's max_position_embeddings.
     """
     check_pair(target, drafter)
@@ -242,27 +245,28 @@ class Conversation:
     self._target, self._drafter = target, drafter
     self._options = GenerateOptions(**options)
     if self._options.capacity is None:
-      limit = target.config.max_position_embeddings
-      self._options = dataclasses.replace(self._options, capacity=limit)
+      max_length = target.config.max_position_embeddings
+      self._options = dataclasses.replace(self._options, capacity=max_length)
     self._request: Request | None = None
-    # Of the text so far; what an interrupted turn left after it is forgotten.
+    # Tokens of the answered turns; the cache may have more, of a turn that was
+    # interrupted.
     self._length = 0
 
   def send(
     self, ids: Sequence[int], max_new_tokens: int | None = None
   ) -> GenerateResult:
-    """Appends a turn and answers it.
+    """Appends a turn and generates its answer.
 
     Args:
       ids: the turn's tokens, at least one.
-      max_new_tokens: of this answer; default: that of the options.
+      max_new_tokens: length of this answer; default: that of the options.
 
     Returns:
       The answer; its `prompt_ids` are the whole text before it.
 
     Raises:
-      UserError: the turn does not fit the capacity. After this as after any
-        other exception, Ctrl-C included, the turn was never sent.
+      UserError: the turn does not fit the capacity. After any exception, also
+        Ctrl-C, the conversation is as it was before the call.
     """
     ids, options = integers(ids, 'ids'), self._options
     if max_new_tokens is not None:
@@ -290,7 +294,7 @@ class Conversation:
     return result
 
   def _continued(self, ids: list[int], options: GenerateOptions) -> Request:
-    """The request of a further turn, after the last one that was answered."""
+    """The request for a turn after the last answered one."""
     request = self._request
     _check_kept(request, 'conversation')
     capacity, config = request.engine.decode.capacity, request.engine.config
@@ -319,11 +323,11 @@ def _check_stop_strings(
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-  """Puts Ctrl-C off: a step consumes its state before it returns the next."""
+  """Delays Ctrl-C, which must not separate a step from storing its state."""
   before = signal.getsignal(signal.SIGINT)
   main = threading.current_thread() is threading.main_thread()
   if before is None or not main:
-    yield  # Not Python's to handle, or a thread that Ctrl-C never reaches.
+    yield  # No Python handler, or a thread that gets no signals.
     return
   came = False
 
@@ -341,12 +345,12 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _check_kept(request: Request, name: str) -> None:
-  """Raises a UserError if a step consumed the state and left none."""
+  """Raises a UserError if a failed step consumed the state."""
   kept = not any(leaf.is_deleted() for leaf in jax.tree.leaves(request.state))
   if kept:
     try:
       jax.block_until_ready(request.state)
-    except jax.errors.JaxRuntimeError:  # An error in the place of values.
+    except jax.errors.JaxRuntimeError:  # The array holds an error.
       kept = False
   if not kept:
     raise UserError(

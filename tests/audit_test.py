@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kdtree_jax import api, divergence
+from kdtree_jax import api, divergence, observation
 from kdtree_jax import audit as audits
 from kdtree_jax.audit import audit
 from kdtree_jax.decode import round as stages
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import audit as mode
+from kdtree_jax.observation import Observation
 from pallas_kernels.tree_build.api import ancestors_from_parents
 from tests import support
 from tests.command_line import mode_flags
@@ -161,8 +162,8 @@ def test_features_shifted_by_one(planted):
 def test_bfloat16_divergences_are_judged():
   found = report('bfloat16')
   assert found.failures == []
-  for parting in (found.divergence, found.oracle_divergence):
-    assert parting is None or parting.near_tie
+  for each in (found.divergence, found.oracle_divergence):
+    assert each is None or each.near_tie
 
 
 def test_sampling_is_refused():
@@ -194,11 +195,11 @@ def test_router_margin(ours, theirs, margin):
   assert abs(found) == pytest.approx(margin)
 
 
-def seen(output_ids, logits, experts=None):
+def observed(output_ids, logits, experts=None):
   count = len(output_ids)
   if experts is None:
     experts = np.tile(np.array([0, 1]), (count, 1, 1))
-  return divergence.Seen(
+  return Observation(
     output_ids=output_ids,
     logits=np.asarray(logits, float),
     choice=np.tile(np.arange(16.0, 0.0, -1.0), (count, 1, 1)),
@@ -212,26 +213,30 @@ def test_judge():
   target = support.fixture(FIXTURE)
   logits = np.zeros((3, 5))
   logits[1, 2], logits[1, 4] = 1.0, 0.9
-  ar = seen([1, 3, 2], logits)
+  ar = observed([1, 3, 2], logits)
   assert divergence.judge(target, [9], ar, ar, ar) is None
   for noise, near in ((0.04, False), (0.06, True)):
-    padded = seen([1, 3, 2], logits + noise)
-    found = divergence.judge(target, [9], ar, seen([1, 3, 4], logits), padded)
+    padded = observed([1, 3, 2], logits + noise)
+    found = divergence.judge(
+      target, [9], ar, observed([1, 3, 4], logits), padded
+    )
     assert (found.position, found.ar_token, found.ddtree_token) == (3, 2, 4)
     assert found.gap == pytest.approx(0.1) and found.near_tie is near
   # Other experts in an earlier row: their margin is judged, not the gap.
   swapped = ar.experts.copy()
   swapped[0, 0] = (0, 8)
-  other = seen([1, 3, 4], logits, swapped)
-  found = divergence.judge(target, [9], ar, other, seen([1, 3, 2], logits + 9))
+  other = observed([1, 3, 4], logits, swapped)
+  found = divergence.judge(
+    target, [9], ar, other, observed([1, 3, 2], logits + 9)
+  )
   assert (found.layer, found.router_margin) == (0, 7.0)
   assert found.router_noise == 0 and not found.near_tie
 
 
 def test_a_wrong_first_token_is_judged_by_prefill():
   target = support.fixture(FIXTURE)
-  ar = seen([1, 2], np.zeros((2, 64)))
-  other = seen([target.config.vocab_size - 1, 2], np.zeros((2, 64)))
+  ar = observed([1, 2], np.zeros((2, 64)))
+  other = observed([target.config.vocab_size - 1, 2], np.zeros((2, 64)))
   found = divergence.judge(target, [9, 8, 7], ar, other, ar)
   assert found.position == 3 and found.noise > 0
 
@@ -273,16 +278,16 @@ def test_rows_of_a_round_are_cut_on_the_host():
   logits = jnp.zeros((9, 3))
   routing = [(jnp.zeros((9, 2)), jnp.zeros((9, 2), jnp.int32))]
   jax.clear_caches()
-  seen = []
+  events = []
   jax.monitoring.register_event_duration_secs_listener(
-    listener := lambda event, *_, **__: seen.append(event)
+    listener := lambda event, *_, **__: events.append(event)
   )
   try:
     for count in range(1, 9):
-      rows, choice, experts = audits._rows(logits, routing, count)
-      assert len(rows) == len(choice[0]) == len(experts[0]) == count
-    assert not [event for event in seen if 'backend_compile' in event]
+      rows, choice, experts = observation._rows(logits, routing, count)
+      assert len(rows) == len(choice) == len(experts) == count
+    assert not [event for event in events if 'backend_compile' in event]
     jnp.zeros(11)[:3]
-    assert [event for event in seen if 'backend_compile' in event]
+    assert [event for event in events if 'backend_compile' in event]
   finally:
     jax.monitoring.unregister_event_duration_listener(listener)

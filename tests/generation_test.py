@@ -8,7 +8,7 @@ import pytest
 from kdtree_jax import api, generation, sessions
 from kdtree_jax.decode import drivers, init_state
 from kdtree_jax.errors import UserError
-from kdtree_jax.tree import check_invariants, seed_chain
+from kdtree_jax.tree import check_invariants, keep_top1_chain
 from kdtree_jax.tree.policies import best_first, chain
 from tests import support
 
@@ -395,7 +395,7 @@ def test_keep_top1_chain(budget):
   @jax.jit
   def trees(logits, root):
     plain = best_first(logits, root, budget)
-    return plain, seed_chain(plain, logits), chain(logits, root, budget)
+    return plain, keep_top1_chain(plain, logits), chain(logits, root, budget)
 
   plain, seeded, spine = jax.device_get(trees(logits, root))
   check_invariants(seeded)

@@ -14,10 +14,13 @@ from typing import Any
 
 import beartype
 import flax.struct
+import jax
 import numpy as np
 from jaxtyping import install_import_hook, jaxtyped
 
-PACKAGES = ('kdtree_jax.model', 'kdtree_jax.tree')
+PACKAGES = tuple(
+  f'kdtree_jax.{name}' for name in ('decode', 'drafters', 'model', 'tree')
+)
 
 
 def install() -> None:
@@ -58,8 +61,9 @@ def _check_fields(name: str, value: Any) -> None:
   for field in dataclasses.fields(value):
     part, kind = getattr(value, field.name), kinds[field.name]
     _check_fields(f'{name}.{field.name}', part)
-    if isinstance(part, np.ndarray):  # A pytree that was copied to the host.
-      kind = kind.dtype[np.ndarray, kind.dim_str]
+    # A pytree that was copied to the host, or one of shapes alone.
+    if isinstance(part, (np.ndarray, jax.ShapeDtypeStruct)):
+      kind = kind.dtype[type(part), kind.dim_str]
     if isinstance(kind, type) and not isinstance(part, kind):
       what = f'{part.dtype}{part.shape}' if hasattr(part, 'shape') else part
       raise TypeError(f'{name}.{field.name} is {what}, not {kind.__name__}')

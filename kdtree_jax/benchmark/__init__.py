@@ -1,1 +1,6 @@
-"""What a step costs, what it must cost, and what that is worth."""
+"""Time of a decoding step, its physical limit, and the resulting speedup."""
+
+from typing import Any
+
+# A line of a results file.
+Record = dict[str, Any]

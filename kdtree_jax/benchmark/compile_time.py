@@ -1,7 +1,7 @@
-"""Seconds that `generate` compiles on its first call, as users meet them.
+"""Seconds that the first call of `generate` takes to compile.
 
-In a process of its own each time. The second finds what the first has left in
-JAX's cache on disk, as the second run of a command does.
+Each measurement runs in a new process. The second one finds the programs of the
+first in JAX's cache on disk, like the second run of a command.
 """
 
 import concurrent.futures
@@ -9,9 +9,9 @@ import multiprocessing
 import os
 import tempfile
 import time
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from kdtree_jax.decode import DecodeState, Engine
 from kdtree_jax.decode.drivers import loop_programs
@@ -21,49 +21,52 @@ from kdtree_jax.decode.engine import Params
 def compile_seconds(
   engine: Engine, params: Params, state: DecodeState
 ) -> dict[str, float | None]:
-  """Of prefill and loop, tracing included, with nothing else compiling.
+  """Seconds to trace and compile prefill and loop, with nothing else compiling.
 
   Args:
-    engine: of the loop.
-    params: whose shapes it is for.
-    state: likewise.
+    engine: the loop's.
+    params: parameters; only their shapes are used.
+    state: a state; only its shapes are used.
 
   Returns:
-    `cold`: from nothing, storing both; `warm`: where both are stored, None if
-    they were not found.
+    `cold`: with an empty cache; `warm`: with both programs in the cache, None
+    if they were not found there.
   """
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state)
   )
   with tempfile.TemporaryDirectory() as folder:
-    cold, _ = _in_a_process(engine, *shapes, folder)
-    warm, missed = _in_a_process(engine, *shapes, folder)
+    cold, _ = _in_new_process(engine, shapes, folder)
+    warm, missed = _in_new_process(engine, shapes, folder)
   return {'cold': cold, 'warm': None if missed else warm}
 
 
-def _in_a_process(*arguments: Any) -> tuple[float, int]:
-  """Seconds, and how many programs the cache did not have."""
+def _in_new_process(
+  engine: Engine, shapes: tuple[PyTree, PyTree], folder: str
+) -> tuple[float, int]:
+  """Seconds to compile, and how many programs the cache did not have."""
   context = multiprocessing.get_context('spawn')
   with concurrent.futures.ProcessPoolExecutor(
-    1, context, initializer=_leave_memory
+    1, context, initializer=_preallocate_nothing
   ) as pool:
-    return pool.submit(_compile, *arguments).result()
+    return pool.submit(_compile, engine, *shapes, folder).result()
 
 
-def _leave_memory() -> None:
-  """Most of a GPU's belongs to the process that measures."""
+def _preallocate_nothing() -> None:
+  """Most of a GPU's memory belongs to the parent process."""
   os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'
 
 
 def _compile(
-  engine: Engine, params: Params, state: DecodeState, folder: str
+  engine: Engine, params: PyTree, state: PyTree, folder: str
 ) -> tuple[float, int]:
+  """Seconds to compile for these shapes, and the cache's misses."""
   jax.config.update('jax_enable_compilation_cache', True)
   jax.config.update('jax_compilation_cache_dir', folder)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
   missed = []
 
-  def count(event: str, **_: Any) -> None:
+  def count(event: str, **_: str | int) -> None:
     if event == '/jax/compilation_cache/cache_misses':
       missed.append(event)
 

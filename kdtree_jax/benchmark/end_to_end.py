@@ -1,16 +1,16 @@
-"""Whole runs: AR against DDTree with a drafter whose acceptance is set."""
+"""Whole runs: AR against DDTree with stubs of a set acceptance rate."""
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from kdtree_jax import generation
 from kdtree_jax.api import LoadedDrafter
-from kdtree_jax.benchmark.priced import PricedDrafter
-from kdtree_jax.benchmark.subject import Subject
+from kdtree_jax.benchmark import Record
+from kdtree_jax.benchmark.costed_drafter import CostedDrafter
+from kdtree_jax.benchmark.model_pair import ModelPair
 from kdtree_jax.decode.compilation import compile_all
 from kdtree_jax.decode.drivers import loop_calls
 from kdtree_jax.drafters.acceptance_rate import AcceptanceRateDrafter
@@ -18,7 +18,7 @@ from kdtree_jax.drafters.base import StubDrafter
 from kdtree_jax.drafters.oracle import OracleDrafter
 from kdtree_jax.options import GenerateOptions
 
-# Of what a drafter is told; each moves the first mistake further back.
+# Of a golden sequence; each moves its first wrong token further back.
 MAX_REVISIONS = 32
 
 
@@ -28,88 +28,60 @@ def expected_acceptance_length(acceptance_rate: float, depth: int) -> float:
 
 
 def end_to_end(
-  subject: Subject,
+  pair: ModelPair,
   context: int,
   budgets: Sequence[int],
   max_new_tokens: int,
   acceptance_rate: float,
   progress: Callable[[str], None],
-) -> Iterator[dict[str, Any]]:
-  """Decodes a random prompt by AR, then by DDTree with oracle and set rate.
+) -> Iterator[Record]:
+  """Decodes a random prompt by AR, then by DDTree with each stub and budget.
 
-  The oracle's answer is first the AR run of the same device. Rows of other
-  shapes round otherwise in bfloat16, so at a near-tie the texts may part
-  (`--mode=audit` judges the place), and a drafter that is told AR's text would
-  be wrong from there on: what it is told is revised, by the text that the
-  engine under test wrote, until that is what it writes. Every round pays for
-  the real drafter.
+  The stubs are the oracle and one of a set acceptance rate. Their golden
+  sequence is AR's output at first. In bfloat16, rows of other shapes round
+  differently, so at a near-tie the engine's output may differ from AR's
+  (`--mode=audit` judges the place), and the golden sequence would be wrong from
+  there on. So it is replaced by the engine's own output until the two agree.
+  Every round runs the real drafter too, so that its cost counts.
 
   Yields:
     One record a drafter and budget.
   """
-  target, real = subject.target, subject.drafter
+  vocab_size, block_size = pair.target.config.vocab_size, pair.block_size
   rng = np.random.default_rng(1)
-  prompt = rng.integers(0, target.config.vocab_size, context).tolist()
+  prompt = rng.integers(0, vocab_size, context).tolist()
   options = GenerateOptions(
     # The oracle's last round looks beyond the last token.
-    max_new_tokens=max_new_tokens + real.block_size,
+    max_new_tokens=max_new_tokens + block_size,
     stop_ids=(),
-    capacity=subject.capacity,
-    prefill_chunk=subject.prefill_chunk,
-    kernels=subject.kernels,
+    capacity=pair.capacity,
+    prefill_chunk=pair.prefill_chunk,
+    kernels=pair.kernels,
   )
-
-  def decode(drafter, options):
-    # Once to warm up, once to time.
-    for _ in range(2):
-      (result,) = generation.continue_prompts(
-        target, drafter, [prompt], options
-      )
-    return result
-
-  sizes = target.config.vocab_size, real.block_size
-  cases = list(
-    itertools.product(
-      (
-        OracleDrafter(*sizes),
-        AcceptanceRateDrafter(*sizes, acceptance_rate=acceptance_rate),
-      ),
-      budgets,
-    )
-  )
-  progress(f'compiling {1 + len(cases)} loops')
-  asked = [(_priced(subject, *case, prompt), case[1]) for case in cases]
-  requests = [
-    generation.prepare(target, drafter, [prompt], each)
-    for drafter, each in (
-      (None, options),
-      *((drafter, _at(options, budget)) for drafter, budget in asked),
-    )
+  rates: dict[StubDrafter, float] = {
+    OracleDrafter(vocab_size, block_size): 1.0,
+    AcceptanceRateDrafter(vocab_size, block_size, acceptance_rate): (
+      acceptance_rate
+    ),
+  }
+  cases = [
+    (stub, dataclasses.replace(options, tree_budget=budget))
+    for stub, budget in itertools.product(rates, budgets)
   ]
-  compile_all(
-    [
-      call
-      for each in requests
-      for call in loop_calls(each.engine, each.params, each.state)
-    ]
-  )
+  progress(f'compiling {1 + len(cases)} loops')
+  _compile(pair, prompt, options, cases)
   progress('decoding by AR')
-  ar = decode(None, options)
-  for stub, budget in cases:
+  ar = _timed(pair, None, prompt, options)
+  for stub, longer in cases:
+    budget = longer.tree_budget
     progress(f'decoding with {_name(stub)} at budget {budget}')
-
-    longer = _at(options, budget)
-    fields = dataclasses.replace(longer, max_new_tokens=max_new_tokens)
-
-    def write(told, stub=stub, budget=budget, longer=longer):
-      drafter = _priced(subject, stub, budget, told)
-      result = decode(drafter, longer)
-      return [*prompt, *result.output_ids]
-
-    told, revisions = revised([*prompt, *ar.output_ids], write)
-    drafter = _priced(subject, stub, budget, told)
-    result = decode(drafter, fields)
-    rate = acceptance_rate if isinstance(stub, AcceptanceRateDrafter) else 1.0
+    first = [*prompt, *ar.output_ids]
+    golden, revisions = _settled_golden(pair, stub, prompt, longer, first)
+    drafter = _costed(pair, stub, budget, golden)
+    shorter = dataclasses.replace(longer, max_new_tokens=max_new_tokens)
+    result = _timed(pair, drafter, prompt, shorter)
+    depth = min(block_size - 1, budget)
+    expected = expected_acceptance_length(rates[stub], depth)
     yield {
       'kind': 'end_to_end',
       'drafter': drafter.name,
@@ -117,22 +89,66 @@ def end_to_end(
       'tree_budget': budget,
       'max_new_tokens': max_new_tokens,
       'measured': _measured(result, ar) | {'revisions': revisions},
-      'computed': {
-        'expected_acceptance_length': expected_acceptance_length(
-          rate, min(real.block_size - 1, budget)
-        ),
-      },
+      'computed': {'expected_acceptance_length': expected},
     }
 
 
-def _at(options: GenerateOptions, budget: int) -> GenerateOptions:
-  return dataclasses.replace(options, tree_budget=budget)
+def _compile(
+  pair: ModelPair,
+  prompt: list[int],
+  options: GenerateOptions,
+  cases: list[tuple[StubDrafter, GenerateOptions]],
+) -> None:
+  """Compiles the loops of AR and of all cases, side by side."""
+  drafters: list[tuple[LoadedDrafter | None, GenerateOptions]] = [
+    (_costed(pair, stub, each.tree_budget, prompt), each)
+    for stub, each in cases
+  ]
+  requests = [
+    generation.prepare(pair.target, drafter, [prompt], each)
+    for drafter, each in [(None, options), *drafters]
+  ]
+  compile_all(
+    call
+    for request in requests
+    for call in loop_calls(request.engine, request.params, request.state)
+  )
+
+
+def _timed(
+  pair: ModelPair,
+  drafter: LoadedDrafter | None,
+  prompt: list[int],
+  options: GenerateOptions,
+) -> generation.GenerateResult:
+  """The second of two runs; the first one warms up."""
+  for _ in range(2):
+    (result,) = generation.continue_prompts(
+      pair.target, drafter, [prompt], options
+    )
+  return result
+
+
+def _settled_golden(
+  pair: ModelPair,
+  stub: StubDrafter,
+  prompt: list[int],
+  options: GenerateOptions,
+  golden: list[int],
+) -> tuple[list[int], int]:
+  """The golden sequence that the engine reproduces, and its revisions."""
+
+  def generate(golden: list[int]) -> list[int]:
+    drafter = _costed(pair, stub, options.tree_budget, golden)
+    return [*prompt, *_timed(pair, drafter, prompt, options).output_ids]
+
+  return settled(golden, generate)
 
 
 def _measured(
   result: generation.GenerateResult, ar: generation.GenerateResult
-) -> dict[str, Any]:
-  """What one run was, beside AR's of the same prompt."""
+) -> Record:
+  """The figures of one run, beside AR's of the same prompt."""
   pairs = zip(result.output_ids, ar.output_ids, strict=False)
   differs = [i for i, (a, b) in enumerate(pairs) if a != b]
   rate, ar_rate = (
@@ -146,20 +162,21 @@ def _measured(
   }
 
 
-def revised(
-  told: list[int], write: Callable[[list[int]], list[int]]
+def settled(
+  golden: list[int], generate: Callable[[list[int]], list[int]]
 ) -> tuple[list[int], int]:
-  """Tells what was written until nothing changes; with the revisions made.
+  """A golden sequence that an engine reproduces, and how often it changed.
 
-  Runs are repeated exactly, so what was right stays right: every revision
-  moves the first mistake back.
+  Each sequence is replaced by what the engine generates when it is golden. Runs
+  are exactly repeatable, so what is right stays right, and every revision moves
+  the first wrong token back.
   """
   for revision in range(MAX_REVISIONS):
-    wrote = write(told)
-    if wrote == told:
-      return told, revision
-    told = wrote
-  return told, MAX_REVISIONS
+    generated = generate(golden)
+    if generated == golden:
+      return golden, revision
+    golden = generated
+  return golden, MAX_REVISIONS
 
 
 def _name(stub: StubDrafter) -> str:
@@ -168,12 +185,13 @@ def _name(stub: StubDrafter) -> str:
   return 'oracle'
 
 
-def _priced(
-  subject: Subject, stub: StubDrafter, budget: int, golden: list[int]
+def _costed(
+  pair: ModelPair, stub: StubDrafter, budget: int, golden: list[int]
 ) -> LoadedDrafter:
-  params = generation.golden_params(subject.engine(budget), [golden])
+  """The stub at the cost of the pair's drafter, with a golden sequence."""
+  params = generation.golden_params(pair.engine(budget), [golden])
   return LoadedDrafter(
     _name(stub),
-    PricedDrafter(subject.drafter.drafter, stub),
-    params | {'real': subject.drafter.params},
+    CostedDrafter(pair.drafter.drafter, stub),
+    params | {'real': pair.drafter.params},
   )

@@ -1,21 +1,21 @@
-"""What a figure was measured on, and how fast that machine copies."""
+"""The machine that figures are measured on, and its ceilings."""
 
 import importlib.metadata
 import platform
 import shlex
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kdtree_jax.benchmark import Record
 from pallas_kernels import bench
 
 
 def ceilings() -> bench.Ceilings:
   """Copy bandwidth and product rate, measured now.
 
-  On a CPU at sizes that a test can afford: good for nothing else.
+  On a CPU the sizes are those of a quick test, and the figures mean nothing.
   """
   if jax.default_backend() == 'gpu':
     return bench.measure_ceilings()
@@ -27,8 +27,8 @@ def ceilings() -> bench.Ceilings:
   return bench.Ceilings(kind, 2 * x.nbytes / copy, 2 * 128**3 / product, 0.0)
 
 
-def describe(found: bench.Ceilings) -> dict[str, Any]:
-  """Hardware, versions, command and ceilings, for the head of a file."""
+def describe(found: bench.Ceilings) -> Record:
+  """Hardware, versions, command and ceilings, for the head of results."""
   device = jax.devices()[0]
   packages = ('jax', 'jaxlib', 'flax', 'numpy')
   return {
@@ -52,5 +52,5 @@ def describe(found: bench.Ceilings) -> dict[str, Any]:
 
 
 def memory(key: str) -> int | None:
-  """One of the device's memory statistics; None where it keeps none."""
+  """One of the device's memory statistics; None if it keeps none."""
   return (jax.devices()[0].memory_stats() or {}).get(key)

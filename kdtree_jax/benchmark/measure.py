@@ -1,4 +1,4 @@
-"""Times of the engine's own programs, in their loop on the device."""
+"""Times of the engine's own programs, measured in loops on the device."""
 
 import concurrent.futures
 import dataclasses
@@ -6,16 +6,21 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int32, PyTree
 
-from kdtree_jax.benchmark import machine, stages, traffic
-from kdtree_jax.benchmark.subject import Subject
+from kdtree_jax.benchmark import machine, stage_loops, traffic
+from kdtree_jax.benchmark.model_pair import ModelPair
 from kdtree_jax.decode import DecodeState, Engine, init_state
-from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
+from kdtree_jax.decode.compilation import (
+  Call,
+  Function,
+  compile_all,
+  start_compiling,
+)
 from kdtree_jax.decode.drivers import decode_loop
 from kdtree_jax.decode.round import prefill
 from kdtree_jax.decode.state import empty_stats
@@ -23,35 +28,35 @@ from kdtree_jax.keys import Purpose, key_for
 
 
 @dataclasses.dataclass(frozen=True)
-class Effort:
-  """How much is run for one figure.
+class Repetitions:
+  """Numbers of runs, tokens and calls for one figure.
 
   Attributes:
-    repetitions: of every measurement, one more being for warming up.
-    rounds: tokens of the short and the long run; what differs is rounds alone.
-    calls: of a stage, likewise.
-    routed_rounds: whose experts are counted.
+    runs: repetitions of every measurement, after one to warm up.
+    tokens: tokens of the short and of the long run, whose times are subtracted.
+    calls: calls of a stage in the short and in the long run.
+    routed_rounds: rounds whose active experts are counted.
   """
 
-  repetitions: int = 5
-  rounds: tuple[int, int] = (8, 32)
+  runs: int = 5
+  tokens: tuple[int, int] = (8, 32)
   calls: tuple[int, int] = (10, 110)
   routed_rounds: int = 4
 
 
-# For machines where the figures mean nothing.
-QUICK = Effort(2, (2, 42), (1, 11), 2)
+# For machines on which the figures mean nothing.
+QUICK = Repetitions(2, (2, 42), (1, 11), 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """Seconds a round: the median of several runs, the least and the most.
+  """Seconds a round over several runs.
 
   Attributes:
-    seconds: median.
-    least: of the runs.
-    most: of the runs.
-    tokens: committed a round.
+    seconds: the median.
+    least: the fastest run.
+    most: the slowest run.
+    tokens: tokens committed a round.
   """
 
   seconds: float
@@ -61,10 +66,11 @@ class Timing:
 
   @classmethod
   def of(cls, values: Sequence[float], tokens: float = 0.0) -> 'Timing':
+    """The statistics of several runs."""
     return cls(statistics.median(values), min(values), max(values), tokens)
 
   def as_dict(self) -> dict[str, float]:
-    """Milliseconds, as result files spell them."""
+    """Milliseconds under the names of result files."""
     return {
       'ms': self.seconds * 1e3,
       'ms_min': self.least * 1e3,
@@ -72,20 +78,22 @@ class Timing:
     }
 
 
-class Workbench:
-  """One state, filled once, on which every program of a sweep runs.
+class StepTimer:
+  """Times all programs of a sweep on one state, which is filled once.
 
-  The rows of the caches are random and finite: what a step costs does not
-  depend on what they say, and filling a long context by prefill would cost
-  more than everything that is measured over it.
+  The rows of the caches are random and finite. The time of a step does not
+  depend on their values, and to fill a long context by prefill would take
+  longer than all measurements over it.
   """
 
-  def __init__(self, subject: Subject, effort: Effort, loop_seconds: float):
-    self.subject = subject
-    self.effort = effort
+  def __init__(
+    self, pair: ModelPair, repetitions: Repetitions, loop_seconds: float
+  ):
+    self.pair = pair
+    self.repetitions = repetitions
     self.loop_seconds = loop_seconds
-    engine = subject.engine(0)
-    dtype = subject.target.dtype
+    engine = pair.engine(0)
+    dtype = pair.target.dtype
     state = init_state(engine, [[0]], [1], (), dtype)
     filled = jax.tree.map(
       _random_rows, (state.cache.latent, state.drafter_state)
@@ -99,10 +107,11 @@ class Workbench:
 
   @property
   def state_bytes(self) -> int:
+    """Bytes of the state."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
 
   def cache_bytes(self, context: int) -> tuple[int, int]:
-    """Of the committed rows: the target's and the drafter's."""
+    """Bytes of the committed rows: the target's and the drafter's."""
     latent = self._state.cache.latent
     rows = latent.shape[2]
     drafter = sum(x.nbytes for x in jax.tree.leaves(self._state.drafter_state))
@@ -120,12 +129,12 @@ class Workbench:
     return state.replace(
       tokens=jnp.asarray(self._tokens),
       prompt_length=vector(context),
-      limit=vector(context + new_tokens),
+      max_length=vector(context + new_tokens),
       done=vector(False, jnp.bool_),
       stopped=vector(False, jnp.bool_),
       cache=state.cache.replace(length=vector(context - prompt)),
       drafter_state=state.drafter_state if engine.drafter else (),
-      stats=empty_stats(1, self.subject.capacity),
+      stats=empty_stats(1, self.pair.capacity),
     )
 
   def keep(self, state: DecodeState) -> None:
@@ -135,32 +144,30 @@ class Workbench:
       drafter_state = self._state.drafter_state
     self._state = state.replace(drafter_state=drafter_state)
 
-  def call(
-    self, function: Callable[..., Any], engine: Engine, *operands: Any
-  ) -> Call:
+  def call(self, function: Function, engine: Engine, *operands: PyTree) -> Call:
     """A program on this state.
 
     It consumes its state unless it is a loop over a stage that only reads it.
     """
     state = jax.eval_shape(lambda: self.state(engine, 1, 1))
     donate = function not in (
-      stages.draft_loop,
-      stages.build_loop,
-      stages.accept_loop,
+      stage_loops.draft_loop,
+      stage_loops.build_loop,
+      stage_loops.accept_loop,
     )
-    params = self.subject.params(engine)
+    params = self.pair.params(engine)
     return Call(function, engine, params, state, operands, donate)
 
   def program(
-    self, function: Callable[..., Any], engine: Engine, *operands: Any
+    self, function: Function, engine: Engine, *operands: PyTree
   ) -> jax.stages.Compiled:
     """The compiled program of a call."""
     (program,), _ = compile_all([self.call(function, engine, *operands)])
     return program
 
   def stage_calls(self, engine: Engine) -> list[Call]:
-    """The loops over single stages, by the shapes they hand on."""
-    params = self.subject.params(engine)
+    """The loops over single stages, each on the shapes of the last one's."""
+    params = self.pair.params(engine)
     state = jax.eval_shape(lambda: self.state(engine, 1, 1))
     count = jax.ShapeDtypeStruct((), jnp.int32)
     calls = []
@@ -170,22 +177,22 @@ class Workbench:
       call = functools.partial(function, engine)
       return jax.eval_shape(call, params, state, count, *operands)
 
-    drafted = shapes(stages.draft_loop)
-    tree = shapes(stages.build_loop, drafted)
-    acceptance = shapes(stages.accept_loop, tree, tree.tokens)
+    drafted = shapes(stage_loops.draft_loop)
+    tree = shapes(stage_loops.build_loop, drafted)
+    acceptance = shapes(stage_loops.accept_loop, tree, tree.tokens)
     out = jax.eval_shape(
-      lambda s, t: stages.forward_output(engine, s, t), state, tree
+      lambda s, t: stage_loops.forward_output(engine, s, t), state, tree
     )
-    shapes(stages.commit_loop, tree, out, acceptance)
+    shapes(stage_loops.commit_loop, tree, out, acceptance)
     return calls
 
   def decode(
-    self, program: Callable[..., Any], engine: Engine, context: int, count: int
+    self, program: jax.stages.Compiled, engine: Engine, context: int, count: int
   ) -> tuple[float, int, int]:
-    """Runs the loop for `count` tokens: seconds, rounds and tokens."""
+    """Seconds, rounds and tokens of a loop that runs for `count` tokens."""
     state = jax.block_until_ready(self.state(engine, context, count))
     begin = time.perf_counter()
-    state = program(self.subject.params(engine), state)
+    state = program(self.pair.params(engine), state)
     jax.block_until_ready(state.stats.rounds)
     seconds = time.perf_counter() - begin
     self.keep(state)
@@ -194,15 +201,16 @@ class Workbench:
   def rounds(self, engine: Engine, context: int) -> Timing:
     """Seconds a round inside the compiled loop, at a context.
 
-    A long run less a short one, so that what a call costs drops out.
+    The time of a short run is subtracted from that of a long one, and with it
+    the cost of a call.
     """
     program = self.program(decode_loop, engine)
-    self.decode(program, engine, context, self.effort.rounds[0])
+    self.decode(program, engine, context, self.repetitions.tokens[0])
     values, taken = [], []
-    for _ in range(self.effort.repetitions):
+    for _ in range(self.repetitions.runs):
       short, long = (
         self.decode(program, engine, context, count)
-        for count in self.effort.rounds
+        for count in self.repetitions.tokens
       )
       count = max(long[1] - short[1], 1)
       values.append((long[0] - short[0]) / count)
@@ -210,70 +218,80 @@ class Workbench:
     return Timing.of(values, statistics.mean(taken))
 
   def prefill(self, engine: Engine, context: int) -> tuple[Timing, int]:
-    """Seconds for the last `prefill_chunk` tokens of a context, or all."""
-    count = min(context, self.subject.prefill_chunk)
+    """Seconds to prefill the last `prefill_chunk` tokens of a context."""
+    count = min(context, self.pair.prefill_chunk)
     program = self.program(prefill, engine.for_prefill())
     values = []
-    for _ in range(1 + self.effort.repetitions):
+    for _ in range(1 + self.repetitions.runs):
       state = self.state(engine.for_prefill(), context, 1, count)
       jax.block_until_ready(state)
       begin = time.perf_counter()
-      state = program(self.subject.params(engine), state)
+      state = program(self.pair.params(engine), state)
       jax.block_until_ready(state.tokens)
       values.append(time.perf_counter() - begin)
       self.keep(state)
     return Timing.of(values[1:]), count
 
-  def routed(self, engine: Engine, context: int) -> list[np.ndarray]:
-    """Expert ids of a few successive rounds, `[layers, N, K]` each."""
-    program = self.program(stages.routed_round, engine)
-    state = self.state(engine, context, self.subject.room)
+  def routed(
+    self, engine: Engine, context: int
+  ) -> list[Int32[np.ndarray, 'moe_layers N K']]:
+    """Expert ids of a few successive rounds."""
+    program = self.program(stage_loops.routed_round, engine)
+    state = self.state(engine, context, self.pair.room)
     found = []
-    for _ in range(self.effort.routed_rounds):
-      state, ids = program(self.subject.params(engine), state)
+    for _ in range(self.repetitions.routed_rounds):
+      state, ids = program(self.pair.params(engine), state)
       found.append(np.asarray(ids))
     self.keep(state)
     return found
 
-  def draft_seconds(self, engine: Engine, context: int) -> tuple[float, Any]:
-    """Seconds of a draft at a context, and the draft."""
+  def draft_seconds(
+    self, engine: Engine, context: int
+  ) -> tuple[float, Float[Array, 'B D V']]:
+    """Seconds of a draft at a context, and its logits."""
     state = self.state(engine, context, 1)
-    return self._stage(stages.draft_loop, engine, state)
+    return self._stage(stage_loops.draft_loop, engine, state)
 
-  def tree_seconds(self, engine: Engine, drafted: Any) -> dict[str, float]:
-    """Seconds of building the tree, of the walk and of the commit.
+  def tree_seconds(
+    self, engine: Engine, drafted: Float[Array, 'B D V']
+  ) -> dict[str, float]:
+    """Seconds to build the tree, to walk along it and to commit.
 
     None of them depends on the context.
     """
     state = self.state(engine, 1, 1)
-    build, tree = self._stage(stages.build_loop, engine, state, drafted)
-    # Tokens of the tree itself, shifted, so that the walk finds some.
+    build, tree = self._stage(stage_loops.build_loop, engine, state, drafted)
+    # The tree's own tokens, shifted, so that the walk accepts some.
     tokens = jnp.roll(tree.tokens, -1, axis=1)
     accept, acceptance = self._stage(
-      stages.accept_loop, engine, state, tree, tokens
+      stage_loops.accept_loop, engine, state, tree, tokens
     )
-    out = stages.forward_output(engine, state, tree)
+    out = stage_loops.forward_output(engine, state, tree)
     commit, _ = self._stage(
-      stages.commit_loop, engine, state, tree, out, acceptance
+      stage_loops.commit_loop, engine, state, tree, out, acceptance
     )
     return {'tree_build': build, 'accept': accept, 'commit': commit}
 
   def _stage(
-    self, function: Callable[..., Any], engine: Engine, state, *operands: Any
-  ) -> tuple[float, Any]:
-    """Seconds a call, the loop's own cost taken off, and the last result."""
-    calls = self.effort.calls
+    self,
+    function: Function,
+    engine: Engine,
+    state: DecodeState,
+    *operands: PyTree,
+  ) -> tuple[float, PyTree]:
+    """Seconds a call without the loop's own cost, and the last result."""
+    calls = self.repetitions.calls
     counts = [jnp.int32(count) for count in calls]
     program = self.program(function, engine, counts[0], *operands)
-    params, values = self.subject.params(engine), []
-    for _ in range(1 + self.effort.repetitions):
+    params, values, result = self.pair.params(engine), [], None
+    for _ in range(1 + self.repetitions.runs):
       taken = []
       for count in counts:
         begin = time.perf_counter()
         result = program(params, state, count, *operands)
         jax.block_until_ready(result)
         taken.append(time.perf_counter() - begin)
-        if function is stages.commit_loop:
+        if function is stage_loops.commit_loop:
           self.keep(result)
           state = self.state(engine, 1, 1)
       values.append((taken[1] - taken[0]) / (calls[1] - calls[0]))
@@ -282,48 +300,45 @@ class Workbench:
 
 
 def _random_rows(x: jax.Array) -> jax.Array:
-  """Normal values of the same shape, one layer at a time."""
+  """Normal values in the shape of a cache, made layer by layer."""
   if x.ndim < 3:
     return x
-  return _normal(x.shape, x.dtype)
 
-
-def _normal(shape: tuple[int, ...], dtype: Any) -> jax.Array:
   def layer(key):
-    return jax.random.normal(key, shape[1:], dtype)
+    return jax.random.normal(key, x.shape[1:], x.dtype)
 
   return jax.jit(lambda keys: jax.lax.map(layer, keys))(
-    jax.random.split(key_for(Purpose.BENCHMARK), shape[0])
+    jax.random.split(key_for(Purpose.BENCHMARK), x.shape[0])
   )
 
 
 def compile_sweep(
-  bench: Workbench,
+  timer: StepTimer,
   engines: Sequence[Engine],
   largest: Engine,
-  done: Callable[[str], None],
+  progress: Callable[[str], None],
 ) -> dict[Engine, str]:
   """Compiles the loops of all engines and the routed round, side by side.
 
   Args:
-    bench: that they will run on.
-    engines: of AR and of every budget.
-    largest: of the routed round.
-    done: called with a word about each program.
+    timer: the timer that will run them.
+    engines: those of AR and of every budget.
+    largest: the routed round's engine.
+    progress: called with a line after each program.
 
   Returns:
-    Why, for each engine one of whose programs does not compile. It must not
-    hide what the others reach.
+    The reason for each engine of which a program does not compile; the other
+    engines can still be measured.
   """
   calls = [
-    bench.call(stages.routed_round, largest),
-    bench.call(prefill, largest.for_prefill()),
+    timer.call(stage_loops.routed_round, largest),
+    timer.call(prefill, largest.for_prefill()),
   ]
   owners: list[Engine | None] = [None, None]
   for engine in engines:
-    own = [bench.call(decode_loop, engine)]
+    own = [timer.call(decode_loop, engine)]
     if engine.drafter:
-      own += bench.stage_calls(engine)
+      own += timer.stage_calls(engine)
     calls += own
     owners += [engine] * len(own)
   futures = dict(zip(start_compiling(calls), owners, strict=True))
@@ -334,34 +349,34 @@ def compile_sweep(
       future.result()
     else:
       failures[engine] = ' '.join(str(error).split())[:500]
-    done(f'compiled {count} of {len(futures)}')
+    progress(f'compiled {count} of {len(futures)}')
   return failures
 
 
 def temporary_bytes(
-  bench: Workbench, function: Callable[..., Any], engine: Engine
+  timer: StepTimer, function: Function, engine: Engine
 ) -> int | None:
-  """What a program needs beside its arguments, by XLA's account."""
-  found = bench.program(function, engine).memory_analysis()
+  """Memory of a program beyond its arguments; None if XLA does not know."""
+  found = timer.program(function, engine).memory_analysis()
   if found is None:
     return None
   new = found.output_size_in_bytes - found.alias_size_in_bytes
   return int(found.temp_size_in_bytes + max(new, 0))
 
 
-def experts_touched(
-  found: Sequence[np.ndarray], rows: int
+def mean_active_experts(
+  rounds: Sequence[Int32[np.ndarray, 'moe_layers N K']], rows: int
 ) -> tuple[list[float], float]:
-  """Mean unique experts of each layer over rounds, and of all layers."""
-  counts = np.array([traffic.unique_experts(ids, rows) for ids in found])
+  """Mean active experts over rounds, of each layer and of all layers."""
+  counts = np.array([traffic.active_experts(ids, rows) for ids in rounds])
   if not counts.size:
     return [], 0.0
   return counts.mean(axis=0).tolist(), float(counts.mean())
 
 
-def peak_beyond(bench: Workbench) -> int | None:
-  """The device's peak so far beyond parameters and state."""
+def peak_beyond(timer: StepTimer) -> int | None:
+  """The device's peak memory so far, without parameters and state."""
   peak = machine.memory('peak_bytes_in_use')
   if peak is None:
     return None
-  return peak - bench.subject.nbytes - bench.state_bytes
+  return peak - timer.pair.nbytes - timer.state_bytes

@@ -1,24 +1,24 @@
-"""What follows from the costs, and the table for people."""
-
-from collections.abc import Iterable
-from typing import Any
+"""Speedups computed from measured times, and tables of all results."""
 
 import rich.box
 import rich.console
 import rich.table
 
+from kdtree_jax.benchmark import Record
+
 ACCEPTANCE_LENGTHS = (2, 3, 4, 5, 6, 8)
 
+Records = list[Record]
 
-def computed(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+
+def computed(records: Records) -> Records:
   """Break-even and speedups of every measured round, from its own context.
 
   The break-even acceptance length is a round's time over an AR step's: below
   it AR is faster. The speedup at an acceptance length a is a times an AR
-  step's time over a round's; None where no tree of that budget and block
-  reaches a.
+  step's time over a round's; None if no tree of that budget and block reaches
+  a.
   """
-  records = list(records)
   ar = {
     r['context']: r['measured']['ms']
     for r in records
@@ -44,9 +44,9 @@ def computed(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
   return found
 
 
-def show(records: list[dict[str, Any]]) -> None:
-  """Prints the tables of a sweep on standard output."""
-  console = rich.console.Console(width=160)
+def show(records: Records) -> None:
+  """Prints the tables of a sweep."""
+  console = rich.console.Console(width=160, highlight=False)
   head = next(r for r in reversed(records) if r['kind'] == 'run')
   bandwidth = head['measured']['copy_bytes_per_second'] / 1e12
   s = head['settings']
@@ -54,30 +54,28 @@ def show(records: list[dict[str, Any]]) -> None:
     f'{s["name"]}, {s["layers"]} layers, {s["weights"]}, {s["dtype"]}, batch '
     f'1; {head["hardware"]["device"]}, copy {bandwidth:.2f} TB/s, JAX '
     f'{head["versions"]["jax"]}',
-    highlight=False,
   )
-  _steps(console, records)
-  _others(console, records)
-  _worth(console, computed(records))
+  _print_steps(console, records)
+  _print_others(console, records)
+  _print_speedups(console, computed(records))
   console.print(
     'Measured: ms with its spread, us of draft, tree, accept and commit (in '
     'loops of their own), unique experts a layer. Computed: GB that the step '
     'must move, the limit (GB over the copy bandwidth of the run), verify us '
     '(the round less the other stages), break-even acceptance lengths and '
     'speedups.',
-    highlight=False,
   )
 
 
 def _table(*columns: str) -> rich.table.Table:
-  """One that can be pasted into Markdown."""
+  """An empty table in Markdown."""
   table = rich.table.Table(box=rich.box.MARKDOWN)
   for name in columns:
     table.add_column(name, justify='right', no_wrap=True)
   return table
 
 
-def _steps(console: rich.console.Console, records) -> None:
+def _print_steps(console: rich.console.Console, records: Records) -> None:
   table = _table(
     'context',
     'budget',
@@ -116,17 +114,15 @@ def _steps(console: rich.console.Console, records) -> None:
   console.print(table)
 
 
-def _others(console: rich.console.Console, records) -> None:
+def _print_others(console: rich.console.Console, records: Records) -> None:
   for r in _of(records, 'prefill'):
     console.print(
       f'prefill of {r["tokens"]} tokens up to {r["context"]}: '
       f'{r["measured"]["ms"]:.1f} ms',
-      highlight=False,
     )
   for r in _of(records, 'failure'):
     console.print(
       f'budget {r["tree_budget"]} does not compile: {r["reason"][:200]}',
-      highlight=False,
       markup=False,
     )
   for r in _of(records, 'compile'):
@@ -135,7 +131,6 @@ def _others(console: rich.console.Console, records) -> None:
     console.print(
       f'first-call compilation of generate at budget {r["tree_budget"]}: '
       f'{r["measured"]["cold_seconds"]:.1f} s; its programs {warm}',
-      highlight=False,
     )
   for r in _of(records, 'memory'):
     m = r['measured']
@@ -145,7 +140,6 @@ def _others(console: rich.console.Console, records) -> None:
       f'memory: weights {m["weight_bytes"] / 1e9:.2f} GB, state '
       f'{m["state_bytes"] / 1e9:.2f} GB, device peak beyond both {peak}, '
       f'largest temporary of a loop {m["temporary_bytes"] / 1e9:.3f} GB',
-      highlight=False,
     )
   for r in _of(records, 'end_to_end'):
     m = r['measured']
@@ -160,11 +154,10 @@ def _others(console: rich.console.Console, records) -> None:
         else f'tokens differ from AR at {m["first_difference"]}, '
         f'{m["revisions"]} revisions'
       ),
-      highlight=False,
     )
 
 
-def _worth(console: rich.console.Console, rows) -> None:
+def _print_speedups(console: rich.console.Console, rows: Records) -> None:
   if not rows:
     return
   lengths = (f'speedup at {a}' for a in ACCEPTANCE_LENGTHS)
@@ -180,10 +173,10 @@ def _worth(console: rich.console.Console, rows) -> None:
   console.print(table)
 
 
-def _of(records, kind: str) -> list[dict[str, Any]]:
+def _of(records: Records, kind: str) -> Records:
   return [r for r in records if r['kind'] == kind]
 
 
-def _order(record) -> tuple[int, bool, int]:
+def _order(record: Record) -> tuple[int, bool, int]:
   drafted = record.get('method') != 'ar'
   return record['context'], drafted, record['tree_budget']

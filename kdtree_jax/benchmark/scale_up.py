@@ -1,4 +1,4 @@
-"""Bytes of large targets on several devices, computed from their configs.
+"""Memory of large targets on several devices, computed from their configs.
 
     python -m kdtree_jax.benchmark.scale_up
 
@@ -27,18 +27,19 @@ CONTEXT = 8192
 KIMI_DRAFTER_BYTES = 3_479_277_056 * 2
 TRIALS = 200
 
-# Whole on every device: what is not split by heads, experts, or columns.
+# Weights that are not split by heads, experts or columns.
 REPLICATED = ('q_a_proj', 'kv_a_proj_with_mqa', 'gate')
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-  """How a checkpoint stores weights, in bytes a value, scales included.
+  """Bytes a value, scales included, in which a checkpoint stores weights.
 
   Attributes:
-    name: for tables.
-    expert: of routed experts.
-    linear: of other linear maps; `kv_b_proj` is expanded to bfloat16.
+    name: the format's name in tables.
+    expert: bytes a value of routed experts.
+    linear: bytes a value of other linear maps; `kv_b_proj` is dequantized to
+      bfloat16.
   """
 
   name: str
@@ -46,7 +47,7 @@ class Storage:
   linear: float
 
 
-# Four bits, and a bfloat16 scale for 32 of them.
+# Four bits, and a bfloat16 scale for 32 values.
 INT4 = Storage('INT4, groups of 32', 0.5 + 2 / 32, 2)
 # One byte, and a float32 scale for a block of 128 x 128.
 FP8 = Storage('FP8, blocks of 128', 1 + 4 / 128**2, 1 + 4 / 128**2)
@@ -59,15 +60,15 @@ MODELS = (
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """Bytes by what happens to them on several devices.
+  """Bytes of weights by how they are spread over several devices.
 
   Attributes:
-    replicated: whole on every device.
-    split: over all devices evenly, and read by every step.
-    head: split by vocabulary.
-    embedding: split likewise; a step reads single rows.
-    expert: of one routed expert.
-    moe_layers: layers that have them.
+    replicated: stored whole on every device.
+    split: split evenly over all devices, and read by every step.
+    head: the head, split by vocabulary.
+    embedding: the embedding, split by vocabulary; a step reads single rows.
+    expert: one routed expert.
+    moe_layers: layers that have routed experts.
   """
 
   replicated: float
@@ -78,14 +79,14 @@ class Weights:
   moe_layers: int
 
   def on_device(self, config: ModelConfig, devices: int) -> float:
-    """Bytes that lie on each of `devices`."""
+    """Bytes on each of `devices`."""
     experts = self.expert * self.moe_layers * config.n_routed_experts
     split = self.split + self.head + self.embedding + experts
     return self.replicated + split / devices
 
 
 def weights_of(config: ModelConfig, storage: Storage) -> Weights:
-  """Sorts a config's weights, by abstract evaluation."""
+  """The weights of a config, from their shapes alone."""
   parts = dict.fromkeys(('replicated', 'split', 'head', 'embedding'), 0.0)
   expert = 0.0
   for names, leaf in flat(abstract_params(config, jnp.bfloat16)):
@@ -96,7 +97,7 @@ def weights_of(config: ModelConfig, storage: Storage) -> Weights:
       part = 'head' if names[0] == 'lm_head' else 'embedding'
       parts[part] += values * 2
     elif len(leaf.shape) == 1 or names[-2] in REPLICATED:
-      # The router computes in float32 and is kept so.
+      # The router computes in float32 and is stored so.
       linear = len(leaf.shape) == 2 and names[-2] != 'gate'
       size = storage.linear if linear else leaf.dtype.itemsize
       parts['replicated'] += values * size
@@ -111,25 +112,25 @@ def weights_of(config: ModelConfig, storage: Storage) -> Weights:
   )
 
 
-def experts_touched(config: ModelConfig, rows: int, devices: int) -> float:
-  """Unique experts of one layer on the busiest device, a mean of trials.
+def active_experts(config: ModelConfig, rows: int, devices: int) -> float:
+  """Active experts of one layer on the busiest device, a mean of trials.
 
-  Rows choose independently and evenly; experts lie on devices in equal runs.
-  With one device this is E (1 - (1 - K / E)^rows).
+  Rows choose independently and uniformly; each device holds as many consecutive
+  experts. With one device this is E (1 - (1 - K / E)^rows).
   """
   rng = np.random.default_rng(0)
   e, k = config.n_routed_experts, config.num_experts_per_tok
   busiest = []
   for _ in range(TRIALS):
     order = rng.random((rows, e)).argpartition(k, axis=1)[:, :k]
-    hit = np.zeros(e, bool)
-    hit[order.ravel()] = True
-    busiest.append(hit.reshape(devices, -1).sum(axis=1).max())
+    is_active = np.zeros(e, bool)
+    is_active[order.ravel()] = True
+    busiest.append(is_active.reshape(devices, -1).sum(axis=1).max())
   return float(np.mean(busiest))
 
 
 def cache_bytes(config: ModelConfig, tokens: int) -> int:
-  """Of a bfloat16 cache: latents have no heads, so every device has them."""
+  """Bytes of a bfloat16 cache, whole on every device: latents have no heads."""
   return config.num_hidden_layers * config.latent_dim * 2 * tokens
 
 
@@ -140,20 +141,20 @@ def step_milliseconds(
   rows: int,
   drafter: float = 0.0,
 ) -> float:
-  """The busiest device's bytes over the copy bandwidth; no collectives.
+  """The busiest device's bytes over the copy bandwidth, without collectives.
 
   Args:
-    config: the target.
-    weights: of it.
-    devices: over which it is split.
-    rows: the root and its nodes; 1 is an AR step.
-    drafter: bytes of one, split; a round reads the head for it once more.
+    config: the target's.
+    weights: the target's.
+    devices: how many devices the weights are split over.
+    rows: the root and its nodes; 1 for an AR step.
+    drafter: bytes of a drafter, split too; it reads the head once more.
   """
-  touched = experts_touched(config, rows, devices)
+  active = active_experts(config, rows, devices)
   heads = 2 if drafter else 1
   split = weights.split + heads * weights.head + drafter
   moved = weights.replicated + split / devices
-  moved += touched * weights.expert * weights.moe_layers
+  moved += active * weights.expert * weights.moe_layers
   moved += cache_bytes(config, CONTEXT)
   return moved / BYTES_PER_SECOND * 1e3
 
@@ -187,12 +188,12 @@ def tables() -> Iterator[str]:
   for name, config, weights, drafter in found:
     for budget in (None, *BUDGETS):
       rows = 1 + (budget or 0)
-      paid = 0.0 if budget is None else drafter
-      limit = step_milliseconds(config, weights, 8, rows, paid)
+      drafted = 0.0 if budget is None else drafter
+      limit = step_milliseconds(config, weights, 8, rows, drafted)
       step = 'AR' if budget is None else f'budget {budget}'
       yield (
-        f'| {name} | {step} | {experts_touched(config, rows, 1):.0f} of '
-        f'{config.n_routed_experts} | {experts_touched(config, rows, 8):.1f} | '
+        f'| {name} | {step} | {active_experts(config, rows, 1):.0f} of '
+        f'{config.n_routed_experts} | {active_experts(config, rows, 8):.1f} | '
         f'{limit:.2f} ms |'
       )
 

@@ -1,13 +1,12 @@
-"""A sweep over budgets and contexts, as records."""
+"""A sweep over tree budgets and contexts, as records of a results file."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 
-from kdtree_jax.benchmark import compile_time, measure, traffic
-from kdtree_jax.benchmark.subject import Subject
+from kdtree_jax.benchmark import Record, compile_time, measure, traffic
+from kdtree_jax.benchmark.model_pair import ModelPair
 from kdtree_jax.decode import Engine
 from kdtree_jax.decode.drivers import decode_loop
 from kdtree_jax.decode.round import prefill
@@ -15,14 +14,14 @@ from pallas_kernels.bench import Ceilings
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-  """One row: a context and a budget, or None for AR."""
+class SweepPoint:
+  """A context and a tree budget, or None for AR."""
 
   context: int
   tree_budget: int | None
 
-  def is_of(self, record: dict[str, Any]) -> bool:
-    """Whether a record holds this row."""
+  def is_of(self, record: Record) -> bool:
+    """Whether a record is of this point."""
     return (
       record['kind'] == 'step'
       and record['context'] == self.context
@@ -32,41 +31,41 @@ class Step:
 
 
 class Sweep:
-  """Compiles what the missing rows need, then measures them."""
+  """Compiles the programs of all missing points, then measures those."""
 
   def __init__(
     self,
-    subject: Subject,
+    pair: ModelPair,
     ceilings: Ceilings,
     progress: Callable[[str], None],
   ):
-    self.subject = subject
+    self.pair = pair
     self.ceilings = ceilings
     self.progress = progress
     gpu = jax.default_backend() == 'gpu'
-    self.bench = measure.Workbench(
-      subject,
-      measure.Effort() if gpu else measure.QUICK,
+    self.timer = measure.StepTimer(
+      pair,
+      measure.Repetitions() if gpu else measure.QUICK,
       ceilings.loop_seconds,
     )
     self.weights = traffic.weight_bytes(
-      subject.target.config, subject.target.params, subject.drafter.params
+      pair.target.config, pair.target.params, pair.drafter.params
     )
 
-  def run(self, steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
-    """Records of compilation, every step, prefill and memory."""
+  def run(self, points: Sequence[SweepPoint]) -> Iterator[Record]:
+    """Records of compilation, every point, prefill and memory."""
     engine_of = {
-      budget: self.subject.engine(budget)
-      for budget in dict.fromkeys(step.tree_budget for step in steps)
+      budget: self.pair.engine(budget)
+      for budget in dict.fromkeys(point.tree_budget for point in points)
     }
     budgets = [budget for budget in engine_of if budget is not None]
-    largest = self.subject.engine(max(budgets, default=0))
-    # The first round of the sweep that has a tree is compiled alone.
+    largest = self.pair.engine(max(budgets, default=0))
+    # The first round with a tree is compiled alone, to time it.
     first = min((b for b in budgets if b), default=None)
     alone = engine_of.get(first, largest)
     self.progress('compiling one program alone')
     seconds = compile_time.compile_seconds(
-      alone, self.subject.params(alone), self.bench.state(alone, 1, 1)
+      alone, self.pair.params(alone), self.timer.state(alone, 1, 1)
     )
     yield {
       'kind': 'compile',
@@ -78,7 +77,7 @@ class Sweep:
     }
     self.progress('compiling the others')
     failed = measure.compile_sweep(
-      self.bench, list(engine_of.values()), largest, self.progress
+      self.timer, list(engine_of.values()), largest, self.progress
     )
     for engine, reason in failed.items():
       yield {
@@ -86,56 +85,57 @@ class Sweep:
         'tree_budget': engine.decode.tree_budget,
         'reason': reason,
       }
-    steps = [s for s in steps if engine_of[s.tree_budget] not in failed]
-    yield from self._steps(steps, engine_of, largest)
+    points = [p for p in points if engine_of[p.tree_budget] not in failed]
+    yield from self._points(points, engine_of, largest)
     yield self._memory([e for e in engine_of.values() if e not in failed])
 
-  def _steps(
+  def _points(
     self,
-    steps: Sequence[Step],
+    points: Sequence[SweepPoint],
     engine_of: dict[int | None, Engine],
     largest: Engine,
-  ) -> Iterator[dict[str, Any]]:
+  ) -> Iterator[Record]:
+    """Records of the points, and of prefill at each new context."""
     routed, trees = {}, {}
-    for step in steps:
-      engine, context = engine_of[step.tree_budget], step.context
+    for point in points:
+      engine, context = engine_of[point.tree_budget], point.context
       if context not in routed:
-        routed[context] = self.bench.routed(largest, context)
+        routed[context] = self.timer.routed(largest, context)
         yield self._prefill(largest, context)
-      timing = self.bench.rounds(engine, context)
+      timing = self.timer.rounds(engine, context)
       stages = {}
       if engine.drafter is not None:
-        draft, drafted = self.bench.draft_seconds(engine, context)
+        draft, drafted = self.timer.draft_seconds(engine, context)
         if engine not in trees:
-          trees[engine] = self.bench.tree_seconds(engine, drafted)
+          trees[engine] = self.timer.tree_seconds(engine, drafted)
         stages = {'draft': draft} | trees[engine]
       rows = 1 + engine.decode.tree_budget
-      touched, mean = measure.experts_touched(routed[context], rows)
+      active, mean = measure.mean_active_experts(routed[context], rows)
       measured = timing.as_dict() | {
         'tokens_per_round': timing.tokens,
         'stages_us': {name: s * 1e6 for name, s in stages.items()},
         'unique_experts': mean,
-        'unique_experts_by_layer': touched,
+        'unique_experts_by_layer': active,
         'temporary_bytes': measure.temporary_bytes(
-          self.bench, decode_loop, engine
+          self.timer, decode_loop, engine
         ),
       }
-      yield self._record(step, engine, measured)
+      yield self._record(point, engine, measured)
 
   def _record(
-    self, step: Step, engine: Engine, measured: dict[str, Any]
-  ) -> dict[str, Any]:
-    """A row with what follows from its measured half."""
+    self, point: SweepPoint, engine: Engine, measured: Record
+  ) -> Record:
+    """The record of a point, with figures computed from the measured ones."""
     drafts = engine.drafter is not None
-    config, context = self.subject.target.config, step.context
-    target_cache, drafter_cache = self.bench.cache_bytes(context)
+    config, context = self.pair.target.config, point.context
+    target_cache, drafter_cache = self.timer.cache_bytes(context)
     moved = traffic.step_bytes(
       self.weights,
       measured['unique_experts_by_layer'],
       target_cache=target_cache,
       drafter_cache=drafter_cache,
       drafts=drafts,
-      own_head='lm_head' in self.subject.drafter.params,
+      own_head='lm_head' in self.pair.drafter.params,
     )
     limit = sum(moved.values()) / self.ceilings.copy_bytes_per_second
     flops = traffic.attention_flops(
@@ -149,46 +149,46 @@ class Sweep:
       'attention_arithmetic_ms': flops / product * 1e3,
     }
     if drafts:
-      others = sum(measured['stages_us'].values())
-      computed['verify_us'] = measured['ms'] * 1e3 - others
-      small = others - measured['stages_us']['draft']
+      stages = sum(measured['stages_us'].values())
+      computed['verify_us'] = measured['ms'] * 1e3 - stages
+      small = stages - measured['stages_us']['draft']
       computed['tree_accept_commit_fraction'] = small / measured['ms'] / 1e3
     return {
       'kind': 'step',
       'method': 'ddtree' if drafts else 'ar',
       'context': context,
-      'tree_budget': step.tree_budget or 0,
-      'block_size': self.subject.drafter.block_size if drafts else 1,
-      'capacity': self.subject.capacity,
+      'tree_budget': point.tree_budget or 0,
+      'block_size': self.pair.block_size if drafts else 1,
+      'capacity': self.pair.capacity,
       'measured': measured,
       'computed': computed,
     }
 
-  def _prefill(self, engine: Engine, context: int) -> dict[str, Any]:
-    timing, count = self.bench.prefill(engine, context)
+  def _prefill(self, engine: Engine, context: int) -> Record:
+    timing, count = self.timer.prefill(engine, context)
     return {
       'kind': 'prefill',
       'context': context,
       'tokens': count,
-      'prefill_chunk': self.subject.prefill_chunk,
+      'prefill_chunk': self.pair.prefill_chunk,
       'measured': timing.as_dict()
       | {
         'temporary_bytes': measure.temporary_bytes(
-          self.bench, prefill, engine.for_prefill()
+          self.timer, prefill, engine.for_prefill()
         )
       },
     }
 
-  def _memory(self, engines) -> dict[str, Any]:
+  def _memory(self, engines: Sequence[Engine]) -> Record:
     temporaries = [
-      measure.temporary_bytes(self.bench, decode_loop, e) for e in engines
+      measure.temporary_bytes(self.timer, decode_loop, e) for e in engines
     ]
     return {
       'kind': 'memory',
       'measured': {
-        'weight_bytes': self.subject.nbytes,
-        'state_bytes': self.bench.state_bytes,
-        'peak_beyond_bytes': measure.peak_beyond(self.bench),
+        'weight_bytes': self.pair.nbytes,
+        'state_bytes': self.timer.state_bytes,
+        'peak_beyond_bytes': measure.peak_beyond(self.timer),
         'temporary_bytes': max((b or 0 for b in temporaries), default=0),
       },
     }

@@ -1,29 +1,29 @@
-"""The bytes that a step must move: the physical limit at batch 1."""
+"""The bytes that a step must move, its physical limit at batch 1."""
 
 import collections
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int32, PyTree
 
 from kdtree_jax.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightBytes:
-  """Bytes of weights as they lie in memory, quantised ones with their scales.
+  """Bytes of weights in memory, those of scales included.
 
   Attributes:
     dense: all of the target but routed experts, embedding and head: attention,
       norms, routers, shared experts, dense layers. Every forward reads them.
-    head: of the target (its embedding where the two are tied); the drafter
+    head: the target's head (its embedding if the two are tied); the drafter
       reads it once more.
-    embedding: the target's table, of which a step reads single rows.
-    expert: of one routed expert, one entry for each MoE layer.
+    embedding: the target's embedding, of which a step reads single rows.
+    expert: one routed expert, an entry for each MoE layer.
     experts: all routed experts.
-    drafter: the drafter's own, its embedding left out.
+    drafter: the drafter's own weights without its embedding.
   """
 
   dense: int
@@ -35,15 +35,15 @@ class WeightBytes:
 
   @property
   def total(self) -> int:
-    """Everything that lies in memory but the drafter's embedding."""
+    """All weights in memory but the drafter's embedding."""
     parts = (self.dense, self.head, self.embedding, self.experts, self.drafter)
     return sum(parts)
 
 
 def weight_bytes(
-  config: ModelConfig, target: Any, drafter: Any = ()
+  config: ModelConfig, target: PyTree, drafter: PyTree = ()
 ) -> WeightBytes:
-  """Sorts parameters, or shapes of them, by what reads them."""
+  """Bytes of parameters, or of their shapes, by what reads them."""
   kinds = collections.Counter()
   layers = collections.Counter()
   for names, leaf in flat(target):
@@ -71,52 +71,54 @@ def weight_bytes(
   )
 
 
-def flat(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-  """Leaves with the names on their paths."""
+def flat(tree: PyTree) -> list[tuple[tuple[str, ...], jax.Array]]:
+  """Leaves, or their shapes, with the names on their paths."""
   return [
     (tuple(str(getattr(key, 'key', key)) for key in path), leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   ]
 
 
-def _bytes(leaf: Any) -> int:
+def _bytes(leaf: jax.Array) -> int:
   return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def unique_experts(ids: np.ndarray, rows: int) -> list[int]:
-  """Experts of each layer that the first `rows` rows go to.
+def active_experts(
+  ids: Int32[np.ndarray, 'moe_layers N K'], rows: int
+) -> list[int]:
+  """The number of active experts of each MoE layer.
 
   Args:
-    ids: `[layers, N, K]` expert ids; negative is none.
-    rows: the root and the nodes that are counted.
+    ids: expert ids; negative is none.
+    rows: how many rows count, the root's first.
   """
   return [len(set(layer[layer >= 0].tolist())) for layer in ids[:, :rows]]
 
 
 def step_bytes(
   weights: WeightBytes,
-  touched: list[float],
+  active: list[float],
   *,
   target_cache: int,
   drafter_cache: int = 0,
   drafts: bool = False,
   own_head: bool = False,
 ) -> dict[str, int]:
-  """What one step moves at least, by kind.
+  """The bytes that one step moves at least, by kind.
 
-  Every dense weight once, the head once for each of the two models that end
-  in it, of the experts those that a row goes to, the committed rows once. Not
-  counted, because none need reach the memory: activations and logits.
+  Every dense weight counts once, the head once for each of the two models that
+  use it, each active expert once, and the committed rows once. Activations and
+  logits do not count, because they need not reach the memory.
 
   Args:
-    weights: as they lie in memory.
-    touched: unique experts of each MoE layer, averages allowed.
+    weights: bytes of the weights.
+    active: active experts of each MoE layer, averages allowed.
     target_cache: bytes of the target's committed rows.
-    drafter_cache: likewise the drafter's.
-    drafts: the step is a round, not one of AR.
-    own_head: the drafter has a head of its own, counted among its weights.
+    drafter_cache: bytes of the drafter's committed rows.
+    drafts: the step is a DDTree round, not an AR step.
+    own_head: the drafter has its own head, counted among its weights.
   """
-  pairs = zip(weights.expert, touched, strict=True)
+  pairs = zip(weights.expert, active, strict=True)
   return {
     'dense': weights.dense,
     'head': weights.head * (2 if drafts and not own_head else 1),
@@ -129,8 +131,9 @@ def step_bytes(
 def attention_flops(config: ModelConfig, rows: int, context: int) -> int:
   """Operations of attention in the absorbed form over a context.
 
-  Scores over the whole latent row, values over its first part: `2 (C + R)` a
-  row, head, layer and cached token. Bound by arithmetic where rows are many.
+  Scores use the whole latent row and values its first part: `2 (C + R)` for
+  each row, head, layer and cached token. With many rows attention is bound by
+  arithmetic.
   """
   width = config.latent_dim + config.kv_lora_rank
   heads = config.num_attention_heads * config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""The loop: state, one pure round, and the drivers that share it."""
+"""The decoding loop: its state, one pure round, and the drivers of rounds."""
 
 from kdtree_jax.decode.drivers import (
   GenerateResult,

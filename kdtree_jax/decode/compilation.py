@@ -1,7 +1,7 @@
 """Programs compiled ahead of time, several side by side.
 
-What was compiled is kept by JAX: in memory by function, engine and shapes, and
-on disk where `jax_compilation_cache_dir` is set.
+JAX keeps what was compiled: in memory by function, engine and shapes, and on
+disk if `jax_compilation_cache_dir` is set.
 """
 
 import concurrent.futures
@@ -11,30 +11,34 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from kdtree_jax.decode.engine import Engine, Params
 from kdtree_jax.decode.state import DecodeState
 
 MAX_THREADS = 8
 
+# Pure, of static and traced arguments, as `Call` describes it.
+Function = Callable[..., Any]
+
 
 class Call(NamedTuple):
-  """A program: a pure function and the arguments whose shapes it is for.
+  """A program: a pure function and arguments of the shapes to compile for.
 
   Attributes:
     function: called as `function(engine, params, state, *operands)`.
-    engine: static.
+    engine: the static argument.
     params: parameters of target and drafter, or their shapes.
     state: the state, or its shapes; donated if `donate`.
     operands: further arrays, or their shapes.
     donate: whether a call consumes its state.
   """
 
-  function: Callable[..., Any]
+  function: Function
   engine: Engine
   params: Params
   state: DecodeState
-  operands: tuple[Any, ...] = ()
+  operands: tuple[PyTree, ...] = ()
   donate: bool = False
 
   def lower(self) -> jax.stages.Lowered:
@@ -46,7 +50,7 @@ class Call(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _jitted(
-  function: Callable[..., Any], donate: bool, backend: str
+  function: Function, donate: bool, backend: str
 ) -> jax.stages.Wrapped:
   """The one `jax.jit` of a function, to which JAX ties what it keeps."""
   return jax.jit(
@@ -58,10 +62,10 @@ def _jitted(
 
 
 def _compiler_options(backend: str) -> dict[str, str] | None:
-  """Options for XLA beside its defaults.
+  """XLA options other than its defaults.
 
-  On a GPU a captured launch waits for the launches that it needs, not for all
-  before it, so that shared experts run beside the router.
+  On a GPU a launch in a command buffer waits only for the launches whose
+  results it needs, so that shared experts run beside the router.
   """
   if backend != 'gpu':
     return None
@@ -71,16 +75,16 @@ def _compiler_options(backend: str) -> dict[str, str] | None:
 def start_compiling(
   calls: Iterable[Call],
 ) -> list[concurrent.futures.Future[jax.stages.Compiled]]:
-  """Lowers programs in their order and compiles them in threads.
+  """Lowers programs one after another and compiles them in threads.
 
-  The order matters: Mosaic writes the number of kernels that the process has
-  lowered into each kernel, and the cache on disk finds a program by its text.
-  So the same command finds its programs again.
+  Mosaic numbers the kernels in the order in which they are lowered, and the
+  cache on disk finds a program by its text. With a fixed order, the same
+  command finds its programs again.
 
   Returns:
     One future a call. Its program takes `(params, state, *operands)`.
   """
-  # XLA compiles for a CPU on all cores as it is.
+  # For a CPU, XLA uses all cores to compile one program.
   threads = 1 if jax.default_backend() == 'cpu' else MAX_THREADS
   pool = concurrent.futures.ThreadPoolExecutor(threads)
   try:
@@ -95,8 +99,8 @@ def compile_all(
   """Compiles programs side by side; see `start_compiling`.
 
   Returns:
-    The programs and the seconds that it took, next to nothing where JAX had
-    them all in memory.
+    The programs and the seconds that it took: next to none if JAX had them
+    all in memory.
   """
   begin = time.perf_counter()
   programs = [future.result() for future in start_compiling(calls)]

@@ -1,28 +1,29 @@
-"""Drivers of one round: a compiled loop, and generators over its steps."""
+"""Drivers of rounds: a loop on the device, and generators on the host."""
 
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from kdtree_jax.decode import round as stages
-from kdtree_jax.decode.compilation import Call, compile_all
+from kdtree_jax.decode.compilation import Call, Function, compile_all
 from kdtree_jax.decode.engine import Engine, Params
 from kdtree_jax.decode.round import RoundTrace, decode_round, prefill
 from kdtree_jax.decode.state import DecodeState, HostState, all_done
 from kdtree_jax.tree import Acceptance, DraftTree
 
-# One round on the host's demand: `(params, state, *operands)`.
-Step = Callable[..., Any]
+# One round, called by the host: `(params, state, *operands)`.
+Step = Callable[..., PyTree]
 
 
 class Seconds(NamedTuple):
-  """Wall time of one call; `compile` is apart from the other two."""
+  """Wall time of one call; no other time includes `compile`."""
 
   prefill: float
   decode: float
@@ -37,12 +38,12 @@ def decode_loop(
 
 
 def decode_rounds(
-  engine: Engine, params: Params, state: DecodeState, count: jax.Array
+  engine: Engine, params: Params, state: DecodeState, count: Int32[Array, '']
 ) -> DecodeState:
-  """At most `count` rounds, an operand: every count is one program."""
+  """At most `count` rounds; one program serves every count."""
   first = state.stats.rounds
 
-  def is_over(state: DecodeState) -> jax.Array:
+  def is_over(state: DecodeState) -> Bool[Array, '']:
     return state.done.all() | (state.stats.rounds - first >= count)
 
   return _loop(engine, params, state, is_over)
@@ -52,12 +53,12 @@ def _loop(
   engine: Engine,
   params: Params,
   state: DecodeState,
-  is_over: Callable[[DecodeState], jax.Array],
+  is_over: Callable[[DecodeState], Bool[Array, '']],
 ) -> DecodeState:
-  """Rounds until `is_over`, of DDTree and then, without a drafter, of AR.
+  """Rounds until `is_over`: of DDTree, then of AR beyond the drafter's reach.
 
-  Lengths only grow: one loop after the other needs no choice in any round,
-  and so no branch that a cache would have to go through.
+  Lengths only grow, so two loops, one after the other, serve instead of a
+  branch in every round, which would copy the cache.
   """
 
   def rounds(engine: Engine, is_over, state: DecodeState) -> DecodeState:
@@ -78,8 +79,8 @@ def _loop(
   return rounds(engine, is_over, state)
 
 
-def drafting_is_over(engine: Engine, state: DecodeState) -> jax.Array:
-  """Whether all rows are done or beyond the drafter's positions, for good."""
+def drafting_is_over(engine: Engine, state: DecodeState) -> Bool[Array, '']:
+  """Whether no row can be drafted for any more: done, or beyond the drafter."""
   return (state.done | stages.beyond_drafter(engine, state)).all()
 
 
@@ -106,16 +107,16 @@ def loop_programs(
 def loop_calls(
   engine: Engine, params: Params, state: DecodeState
 ) -> list[Call]:
-  """What `decode_to_end` compiles."""
+  """The programs of `decode_to_end`."""
   return _with_prefill(decode_loop, engine, params, state)
 
 
 def _with_prefill(
-  function: Callable[..., Any],
+  function: Function,
   engine: Engine,
   params: Params,
   state: DecodeState,
-  *operands: jax.Array,
+  *operands: Array,
 ) -> list[Call]:
   """Prefill and another program; both consume the state."""
   return [
@@ -150,31 +151,36 @@ def stream(
     yield state
 
 
-def stream_programs(engine: Engine, params: Params, state: DecodeState):
+def stream_programs(
+  engine: Engine, params: Params, state: DecodeState
+) -> tuple[jax.stages.Compiled, jax.stages.Compiled, float]:
   """Prefill and `decode_rounds`, compiled, and the seconds that took."""
   count = jnp.zeros((), jnp.int32)
   return _compiled(_with_prefill(decode_rounds, engine, params, state, count))
 
 
 def traced_round(
-  engine: Engine, params: Params, state: DecodeState, *text: jax.Array
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  *text: Int32[Array, 'B T'],
 ) -> tuple[DecodeState, RoundTrace]:
   """`decode_round` without the target's logits and rows, which are large."""
   state, trace = decode_round(engine, params, state, *text)
-  return state, trace._replace(verified=None)
+  return state, trace.replace(verified=None)
 
 
 def traced(
   engine: Engine,
   params: Params,
   state: DecodeState,
-  text: jax.Array | None = None,
+  text: Int32[Array, 'B T'] | None = None,
 ) -> Iterator[tuple[DecodeState, RoundTrace | None]]:
   """Yields like `stream`, a round a step, with each round's trace.
 
-  The first item is the state after prefill, without a trace. With a text
-  `[B, T]`, -1 after its end, every round commits what the text has there
-  (teacher forcing), so that every draft follows real text.
+  The first item is the state after prefill, without a trace. With a text, -1
+  after its end, every round commits the text's tokens (teacher forcing), so
+  that every draft follows real text.
   """
   fill, step, _ = traced_programs(engine, params, state, text)
   state = jax.block_until_ready(fill(params, state))
@@ -194,7 +200,7 @@ def traced_programs(
   engine: Engine,
   params: Params,
   state: DecodeState,
-  text: jax.Array | None = None,
+  text: Int32[Array, 'B T'] | None = None,
 ) -> tuple[jax.stages.Compiled, Step, float]:
   """Prefill and `traced_round`, compiled, and the seconds that took."""
   operands = () if text is None else (text,)
@@ -205,16 +211,16 @@ def traced_programs(
 
 
 def round_calls(
-  function: Callable[..., Any],
+  function: Function,
   engine: Engine,
   params: Params,
   state: DecodeState,
-  *operands: jax.Array,
+  *operands: Array,
   donate: bool = True,
 ) -> list[Call]:
-  """Prefill and one round that a host loop drives.
+  """Prefill, and one round for a loop on the host.
 
-  And AR's round, where rows may grow beyond the drafter's positions.
+  Also AR's round, if rows may grow beyond the drafter's last position.
   """
   calls = [Call(prefill, engine.for_prefill(), params, state, donate=donate)]
   engines = [engine]
@@ -228,19 +234,19 @@ def round_calls(
 def round_step(engine: Engine, rounds: Sequence[jax.stages.Compiled]) -> Step:
   """The round of `round_calls`; AR's as soon as no row can be drafted for."""
 
-  def step(params: Params, state: DecodeState, *operands: jax.Array) -> Any:
-    alone = len(rounds) > 1 and bool(drafting_is_over(engine, state))
-    return rounds[alone](params, state, *operands)
+  def step(params: Params, state: DecodeState, *operands: Array) -> PyTree:
+    is_over = len(rounds) > 1 and bool(drafting_is_over(engine, state))
+    return rounds[is_over](params, state, *operands)
 
   return step
 
 
 def forward_logits(
   engine: Engine, params: Params, state: DecodeState
-) -> jax.Array:
-  """Logits `[capacity, V]` float32 of row 0's prompt, through prefill.
+) -> Float32[Array, 'positions V']:
+  """Logits of the first row's prompt, by prefill.
 
-  Rows from the prompt's length on are meaningless.
+  Entries from the prompt's length on are meaningless.
   """
   chunk = engine.decode.prefill_chunk
   count = -(-engine.decode.capacity // chunk)
@@ -260,14 +266,14 @@ def forward_logits(
 
 @dataclasses.dataclass(frozen=True)
 class RoundRecord:
-  """One round of one row on the host, as result files spell it.
+  """One round of one row on the host, under the names of result files.
 
   Attributes:
-    root_token_id: the token of the root.
-    node_token_ids: of the other nodes, in tree order.
-    node_depths: likewise.
-    parents: of all nodes; the root's is -1.
-    scores: of all nodes, sums of log q.
+    root_token_id: the root's token.
+    node_token_ids: the other nodes' tokens, in tree order.
+    node_depths: the other nodes' depths.
+    parents: the parent of every node; the root's is -1.
+    scores: the sum of log q along every node's path.
     accepted_indices: the committed path, the root first.
   """
 
@@ -282,7 +288,7 @@ class RoundRecord:
   def of(
     cls, tree: DraftTree, acceptance: Acceptance, row: int
   ) -> 'RoundRecord':
-    """Reads one row of a tree and of a walk along it."""
+    """One row of a tree and of the walk along it."""
     tree, acceptance = jax.tree.map(
       lambda x: np.asarray(x[row]), (tree, acceptance)
     )
@@ -300,19 +306,19 @@ class RoundRecord:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateResult:
-  """What one row of a finished (or interrupted) state says.
+  """The result of one row of a finished or interrupted state.
 
   Attributes:
     prompt_ids: the prompt.
     output_ids: committed new tokens, a stop token included.
     acceptance_lengths: tokens committed by each target forward, the root
-      included. The last entry is the whole walk, even where `max_new_tokens`
-      or the capacity cut the output.
+      included. The last entry counts the whole walk, even if `max_new_tokens`
+      or the capacity ends the output earlier.
     num_nodes: nodes verified by each target forward, the root included.
     stop_reason: `stop`, `length`, `capacity`, or `interrupted` for a row
       that is not done.
-    seconds: prefill and decode, and apart from them compilation.
-    rounds: each round's tree, if it was asked for.
+    seconds: wall times.
+    rounds: each round's tree, if requested.
   """
 
   prompt_ids: list[int]
@@ -325,6 +331,7 @@ class GenerateResult:
 
   @property
   def target_forwards(self) -> int:
+    """Target forwards after prefill."""
     return len(self.acceptance_lengths)
 
   @property
@@ -341,7 +348,7 @@ def result_of(
   seconds: Seconds,
   rounds: list[RoundRecord] | None = None,
 ) -> GenerateResult:
-  """Row `row` of a state; for many rows read the state back once."""
+  """The result of one row; for many rows, pass one `HostState`."""
   host = state if isinstance(state, HostState) else HostState.of(state)
   tokens, stats = host.tokens[row], host.stats
   prompt_length, length = int(host.prompt_length[row]), int(host.length[row])

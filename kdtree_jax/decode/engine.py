@@ -1,10 +1,10 @@
-"""The static half of a decoding program: everything but arrays."""
+"""The static part of a decoding program: everything but arrays."""
 
 import dataclasses
 import functools
 from typing import Any
 
-import jax
+from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 import pallas_kernels
 from kdtree_jax.config import DecodeConfig, ModelConfig
@@ -15,16 +15,16 @@ from kdtree_jax.model import Transformer
 KERNELS = ('auto', *pallas_kernels.IMPLEMENTATIONS)
 
 # {'target': ..., 'drafter': ...}
-Params = dict[str, Any]
+Params = dict[str, PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-  """A hashable description; one compiled program for each.
+  """A hashable description of how to decode; each compiles its own programs.
 
   Attributes:
-    config: the target.
-    drafter: None decodes autoregressively: the same round, an empty tree.
+    config: the target's.
+    drafter: None for autoregressive decoding: the same round, an empty tree.
     decode: budgets and sizes.
   """
 
@@ -48,8 +48,8 @@ class Engine:
       raise UserError(f'kernels={d.kernels} is none of {", ".join(KERNELS)}')
     if d.kernels == 'mosaic_gpu' and pallas_kernels.why_not_hopper():
       raise UserError(
-        'kernels=mosaic_gpu needs a Hopper GPU; kernels=auto takes what there '
-        'is'
+        'kernels=mosaic_gpu needs a Hopper GPU; kernels=auto chooses kernels '
+        'for this machine'
       )
     if d.capacity > self.config.max_position_embeddings:
       raise UserError(
@@ -59,24 +59,26 @@ class Engine:
 
   @property
   def drafts(self) -> bool:
-    """Whether a round asks the drafter."""
+    """Whether a round calls the drafter."""
     return self.drafter is not None and self.decode.tree_budget > 0
 
   @property
   def outlives_drafter(self) -> bool:
-    """Whether rows may grow beyond the positions that the drafter has."""
-    limit = self.drafter.max_positions if self.drafts else None
-    return limit is not None and self.decode.capacity > limit
+    """Whether rows may grow beyond the drafter's last position."""
+    if self.drafter is None or self.decode.tree_budget == 0:
+      return False
+    positions = self.drafter.max_positions
+    return positions is not None and self.decode.capacity > positions
 
   def for_prefill(self) -> 'Engine':
-    """The engine of prefill, which does not look at the tree.
+    """The engine of prefill, the same for all budgets and policies.
 
-    So a sweep over budgets and policies compiles prefill once.
+    So a sweep over those compiles prefill once.
     """
     return self.without_tree()
 
   def without_tree(self) -> 'Engine':
-    """The engine whose round is AR's step; it still feeds the drafter."""
+    """The engine whose round is an AR step that still updates the drafter."""
     decode = dataclasses.replace(
       self.decode,
       tree_budget=0,
@@ -87,6 +89,7 @@ class Engine:
 
   @functools.cached_property
   def model(self) -> Transformer:
+    """The target's module, with the drafter's taps."""
     taps = self.drafter.tap_layers if self.drafter else ()
     return Transformer(
       self.config,
@@ -94,18 +97,18 @@ class Engine:
       implementation=self.decode.implementation,
     )
 
-  def apply(self, params: Params, *args, method: str | None = None) -> Any:
-    """A method of the target with its parameters."""
+  def apply(self, params: Params, *args: Any, method: str | None = None) -> Any:
+    """The result of a method of the target with its parameters."""
     variables = {'params': params['target']}
     return self.model.apply(variables, *args, method=method)
 
   def head(self, params: Params) -> TargetHead:
     """The target's embedding and head, for a drafter."""
 
-    def embed(tokens: jax.Array) -> jax.Array:
+    def embed(tokens: Int32[Array, '*batch']) -> Float[Array, '*batch M']:
       return self.apply(params, tokens, method='embed')
 
-    def unembed(hidden: jax.Array) -> jax.Array:
+    def unembed(hidden: Float[Array, '*batch M']) -> Float32[Array, '*batch V']:
       return self.apply(params, hidden, method='unembed')
 
     return TargetHead(embed, unembed, self.decode.implementation)

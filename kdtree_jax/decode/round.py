@@ -4,11 +4,11 @@ A round is draft, build the tree, verify, accept, commit. Autoregressive
 decoding is a round whose tree is the root alone.
 """
 
-from typing import NamedTuple
-
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kdtree_jax import registry
 from kdtree_jax.decode.engine import Engine, Params
@@ -19,13 +19,16 @@ from kdtree_jax.tree import (
   Acceptance,
   DraftTree,
   accept,
+  keep_top1_chain,
   root_only,
-  seed_chain,
 )
 
 
-def draft(engine: Engine, params: Params, state: DecodeState) -> jax.Array:
-  """The drafter's logits `[B, D, V]` for the positions after the root."""
+def draft(
+  engine: Engine, params: Params, state: DecodeState
+) -> Float[Array, 'B D V']:
+  """The drafter's logits for the positions after the root."""
+  assert engine.drafter is not None
   return engine.drafter.draft(
     params['drafter'],
     state.drafter_state,
@@ -36,48 +39,49 @@ def draft(engine: Engine, params: Params, state: DecodeState) -> jax.Array:
 
 
 def build_tree(
-  engine: Engine, state: DecodeState, logits: jax.Array | None
+  engine: Engine, state: DecodeState, logits: Float[Array, 'B D V'] | None
 ) -> DraftTree:
-  """The draft tree over the root; the root alone without `logits`."""
+  """The draft tree under the root; the root alone without `logits`."""
   root = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
-  if logits is None:
+  if engine.drafter is None or logits is None:
     return root_only(root)
   decode = engine.decode
   if engine.drafter.max_positions is not None:
-    # A row beyond them has no draft, while others in the batch still have.
+    # No draft for rows beyond them; the batch's other rows still have one.
     beyond = beyond_drafter(engine, state)
     logits = jnp.where(beyond[:, None, None], -jnp.inf, logits)
   policy = registry.get('tree_policy', decode.tree_policy)
   tree = policy(logits, root, decode.tree_budget, decode.implementation)
-  return seed_chain(tree, logits) if decode.keep_top1_chain else tree
+  return keep_top1_chain(tree, logits) if decode.keep_top1_chain else tree
 
 
-def beyond_drafter(engine: Engine, state: DecodeState) -> jax.Array:
-  """`[B]` bool: the next block reaches beyond the drafter's positions."""
-  block = engine.drafter.block_size
-  return state.length + block > engine.drafter.max_positions
+def beyond_drafter(engine: Engine, state: DecodeState) -> Bool[Array, ' B']:
+  """Whether a row's next block reaches beyond the drafter's last position."""
+  drafter = engine.drafter
+  assert drafter is not None and drafter.max_positions is not None
+  return state.length + drafter.block_size > drafter.max_positions
 
 
-class Verified(NamedTuple):
-  """The target's answer to a tree.
+class Verified(flax.struct.PyTreeNode):
+  """The target's output for a tree.
 
   Attributes:
-    tokens: `[B, N]` int32, its own choice after every node.
-    logits: `[B, N, V]` float32.
-    out: rows and features of the nodes.
+    tokens: the target's own choice after every node.
+    logits: its logits after every node.
+    out: cache rows and features of the nodes.
   """
 
-  tokens: jax.Array
-  logits: jax.Array
+  tokens: Int32[Array, 'B N']
+  logits: Float32[Array, 'B N V']
   out: ForwardOutput
 
 
 def verify(
   engine: Engine, params: Params, state: DecodeState, tree: DraftTree
 ) -> Verified:
-  """One target forward over root and nodes.
+  """One target forward over the root and its nodes.
 
-  Finished rows and padding go to no expert.
+  Finished rows and padding are routed to no expert.
   """
   out = engine.apply(
     params,
@@ -91,8 +95,9 @@ def verify(
   logits = engine.apply(params, out.hidden, method='logits')
   tokens = choose_tokens(engine, state, logits, tree.depths, state.length + 1)
   # The rows do not depend on the last layer's attention, which still reads the
-  # cache, but the tokens do. Where the path is known beforehand, as that of a
-  # root alone, the commit would otherwise come first, on a copy.
+  # cache. If the path is known beforehand, as for a root alone, XLA could
+  # commit them first, and would copy the cache. The tokens do depend on that
+  # attention, so the barrier makes the commit wait for it.
   tokens, rows = lax.optimization_barrier((tokens, out.rows))
   return Verified(tokens, logits, out.replace(rows=rows))
 
@@ -100,11 +105,11 @@ def verify(
 def choose_tokens(
   engine: Engine,
   state: DecodeState,
-  logits: jax.Array,
-  depths: jax.Array,
-  first_position: jax.Array,
-) -> jax.Array:
-  """`[B, N]` int32: greedy or drawn; see `sampling.sampled_tokens`."""
+  logits: Float32[Array, 'B N V'],
+  depths: Int32[Array, 'B N'],
+  first_position: Int32[Array, ' B'],
+) -> Int32[Array, 'B N']:
+  """The target's tokens, greedy or sampled; see `sampling.sampled_tokens`."""
   if not engine.decode.sample:
     return greedy_tokens(logits)
   return sampled_tokens(
@@ -122,7 +127,10 @@ def max_depth(engine: Engine) -> int:
 
 
 def accept_path(
-  engine: Engine, state: DecodeState, tree: DraftTree, target_tokens: jax.Array
+  engine: Engine,
+  state: DecodeState,
+  tree: DraftTree,
+  target_tokens: Int32[Array, 'B N'],
 ) -> Acceptance:
   """The accepted path of every row."""
   return accept(
@@ -142,14 +150,15 @@ def commit_path(
   out: ForwardOutput,
   acceptance: Acceptance,
 ) -> DecodeState:
-  """The one place that writes: caches, tokens, lengths, statistics."""
+  """Writes a round's results: caches, tokens, lengths and statistics."""
   length, active = state.length, ~state.done
   new_length = length + jnp.where(active, acceptance.acceptance_length, 0)
-  # Past the limit the walk was right, but nobody asked for more: the cut
-  # leaves the first uncommitted token as the root of a continuation.
-  cut = new_length >= state.limit
-  stopped = active & acceptance.stopped & (new_length <= state.limit)
-  new_length = jnp.where(active, jnp.minimum(new_length, state.limit), length)
+  # Tokens of the walk beyond the maximum are right, but not asked for. The
+  # first of them is the root from which a continuation would go on.
+  is_full = new_length >= state.max_length
+  stopped = active & acceptance.stopped & (new_length <= state.max_length)
+  new_length = jnp.minimum(new_length, state.max_length)
+  new_length = jnp.where(active, new_length, length)
   drafter_state = state.drafter_state
   if engine.drafter is not None:
     features = jnp.take_along_axis(
@@ -160,7 +169,7 @@ def commit_path(
     )
   return state.replace(
     tokens=_write_tokens(state, acceptance),
-    done=state.done | cut | stopped,
+    done=state.done | is_full | stopped,
     stopped=state.stopped | stopped,
     cache=commit(state.cache, out.rows, acceptance.path, new_length),
     drafter_state=drafter_state,
@@ -168,8 +177,10 @@ def commit_path(
   )
 
 
-def _write_tokens(state: DecodeState, acceptance: Acceptance) -> jax.Array:
-  """Puts the accepted tokens and the next root behind the old root."""
+def _write_tokens(
+  state: DecodeState, acceptance: Acceptance
+) -> Int32[Array, 'B T']:
+  """The tokens with the accepted ones and the next root after the old root."""
   slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
   offset = slots - state.length[:, None] - 1
   count = jnp.where(state.done, 0, acceptance.acceptance_length)[:, None]
@@ -184,8 +195,9 @@ def _record(
   state: DecodeState,
   tree: DraftTree,
   acceptance: Acceptance,
-  active: jax.Array,
+  active: Bool[Array, ' B'],
 ) -> RoundStats:
+  """The statistics with those of this round."""
   stats, at = state.stats, state.stats.rounds
 
   def put(column, values):
@@ -201,12 +213,12 @@ def _record(
   )
 
 
-class RoundTrace(NamedTuple):
-  """What one round computed; dead code where a driver does not ask for it.
+class RoundTrace(flax.struct.PyTreeNode):
+  """Intermediate results of one round; XLA removes what is not used.
 
   Attributes:
     tree: the draft tree.
-    verified: the target's answer; None where a driver leaves it out.
+    verified: the target's output; None where a driver drops it.
     acceptance: the walk along the target's own tokens.
     committed: the walk that was committed: `acceptance`, or the one along a
       given text.
@@ -222,16 +234,16 @@ def decode_round(
   engine: Engine,
   params: Params,
   state: DecodeState,
-  text: jax.Array | None = None,
+  text: Int32[Array, 'B T'] | None = None,
 ) -> tuple[DecodeState, RoundTrace]:
   """One round: draft, build, verify, accept, commit.
 
   Args:
-    engine: the static half.
+    engine: what to run.
     params: parameters of target and drafter.
     state: the sequences.
-    text: `[B, T]` int32, -1 after its end: commit tokens of this text where
-      the tree holds them, in place of the target's own (teacher forcing).
+    text: for teacher forcing: the round commits tokens of this text in place of
+      the target's own; -1 after its end.
   """
   with jax.named_scope('draft'):
     logits = draft(engine, params, state) if engine.drafts else None
@@ -251,9 +263,9 @@ def decode_round(
 
 
 def _following(
-  text: jax.Array, state: DecodeState, tree: DraftTree
-) -> jax.Array:
-  """`[B, N]` int32: the text's token after every node, -1 after its end."""
+  text: Int32[Array, 'B T'], state: DecodeState, tree: DraftTree
+) -> Int32[Array, 'B N']:
+  """The text's token after every node, -1 after the text's end."""
   after = state.length[:, None] + tree.depths + 1
   last = text.shape[1] - 1
   wanted = jnp.take_along_axis(text, jnp.minimum(after, last), axis=1)
@@ -263,10 +275,11 @@ def _following(
 def prefill(engine: Engine, params: Params, state: DecodeState) -> DecodeState:
   """Commits the prompts chunk by chunk and chooses the first roots.
 
-  Begins behind what is committed already, so it also takes a further turn. A
-  chunk is a chain tree over the committed rows, so it goes through the same
-  attention as a verify. The number of chunks is a run-time value: a program
-  serves every prompt length that its capacity admits.
+  Prefill begins after the tokens that are committed already, so it also serves
+  the further turns of a conversation. A chunk is a chain tree over the
+  committed rows, so it uses the same attention as a verify. The number of
+  chunks is a run-time value: one program serves all prompt lengths up to its
+  capacity.
   """
   chunk = engine.decode.prefill_chunk
   batch = state.tokens.shape[0]
@@ -282,7 +295,8 @@ def prefill(engine: Engine, params: Params, state: DecodeState) -> DecodeState:
     here = (last >= 0) & (last < chunk)
     return state, jnp.where(here[:, None], hidden, last_hidden)
 
-  hidden = jnp.zeros((batch, engine.config.hidden_size), _dtype(params))
+  dtype = params['target']['embed_tokens']['weight'].dtype
+  hidden = jnp.zeros((batch, engine.config.hidden_size), dtype)
   chunks = ((prompt_length - state.length).max() + chunk - 1) // chunk
   state, hidden = lax.fori_loop(0, chunks, body, (state, hidden))
   logits = engine.apply(params, hidden[:, None], method='logits')
@@ -298,8 +312,8 @@ def prefill_chunk(
 ) -> tuple[ForwardOutput, DecodeState]:
   """Commits the next `prefill_chunk` prompt tokens of every row.
 
-  Rows whose prompt is over are padding throughout; what is written for them
-  lies behind their length.
+  A row whose prompt is finished is padding: what is written for it lies after
+  its length, where nothing is read.
   """
   chunk = engine.decode.prefill_chunk
   path = jnp.broadcast_to(
@@ -314,8 +328,8 @@ def prefill_chunk(
     state.cache,
     positions < state.prompt_length[:, None],
   )
-  # The rows do not depend on the last layer's attention, which still reads
-  # the cache: without the barrier the write may come first, on a copy.
+  # As in `verify`: the last layer's attention reads the cache before the commit
+  # writes it.
   out = lax.optimization_barrier(out.replace(routing=()))
   new_length = jnp.minimum(state.length + chunk, state.prompt_length)
   drafter_state = state.drafter_state
@@ -325,7 +339,3 @@ def prefill_chunk(
     )
   cache = commit(state.cache, out.rows, path, new_length)
   return out, state.replace(cache=cache, drafter_state=drafter_state)
-
-
-def _dtype(params: Params):
-  return params['target']['embed_tokens']['weight'].dtype

@@ -1,10 +1,10 @@
-"""The target's own token at every node: the one place where it is chosen.
+"""The choice of the target's token at every node, greedy or sampled.
 
-A draw is the argmax of the logits over temperature plus Gumbel noise. The
-noise depends on the request's key and the absolute position of the token that
-is drawn, on nothing else: so it is the same for all siblings, and the same
-whether the position is reached by an AR step or inside a tree. What is emitted
-is always the target's own draw, so the output does not depend on the tree.
+A sample is the argmax of logits / temperature + Gumbel noise. The noise depends
+on the request's key and the absolute position of the sampled token, on nothing
+else: so it is the same for all siblings, and the same whether the position is
+reached by an AR step or inside a tree. The output consists of the target's own
+samples only, so it does not depend on the tree.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from kdtree_jax.errors import UserError
 from kdtree_jax.schema import check_types
@@ -21,16 +22,16 @@ from kdtree_jax.schema import check_types
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-  """How one request draws its tokens.
+  """The sampling settings of one request.
 
   Attributes:
     temperature: 0 takes the most probable token.
-    top_k: draw among the k most probable; 0 for all. Ties with the last one
-      stay in.
-    top_p: draw among the fewest most probable that together have at least
+    top_k: sample among the k most probable; 0 for all. Ties with the last one
+      are kept.
+    top_p: sample among the fewest most probable that together have at least
       this probability, after top_k; 1 for all.
-    min_p: drop tokens below this share of the most probable one's.
-    seed: of the request.
+    min_p: drop tokens whose probability is below this share of the highest.
+    seed: the request's.
   """
 
   temperature: float = 0.0
@@ -41,12 +42,10 @@ class SamplingConfig:
 
   def __post_init__(self):
     check_types(self)
+    temperature = self.temperature
+    in_range = temperature == 0 or temperature >= 1e-4
     checks = (
-      (
-        'temperature',
-        self.temperature == 0 or self.temperature >= 1e-4,
-        '0 or at least 0.0001',
-      ),
+      ('temperature', in_range, '0 or at least 0.0001'),
       ('top_k', 0 <= self.top_k < 2**31, 'at least 0; 0 keeps all'),
       ('top_p', 1e-6 <= self.top_p <= 1, 'in 0.000001..1'),
       ('min_p', 0 <= self.min_p <= 1, 'in 0..1'),
@@ -55,7 +54,7 @@ class SamplingConfig:
     for name, holds, wanted in checks:
       if not holds:
         raise UserError(f'{name}={getattr(self, name)} must be {wanted}')
-    if self.temperature == 0:
+    if temperature == 0:
       for name, neutral in (('top_k', 0), ('top_p', 1.0), ('min_p', 0.0)):
         if getattr(self, name) != neutral:
           raise UserError(
@@ -66,27 +65,21 @@ class SamplingConfig:
 GREEDY = SamplingConfig()
 
 
-@flax.struct.dataclass
-class Sampling:
-  """B `SamplingConfig`s as operands: changing them compiles nothing.
+class Sampling(flax.struct.PyTreeNode):
+  """The fields of B `SamplingConfig`s as operands: new ones compile nothing.
 
-  Attributes:
-    temperature: `[B]` float32, likewise `top_p` and `min_p`.
-    top_k: `[B]` int32.
-    top_p: see `temperature`.
-    min_p: see `temperature`.
-    key: `[B, 2]` uint32, key data.
+  `key` is the data of the key that each seed gives.
   """
 
-  temperature: jax.Array
-  top_k: jax.Array
-  top_p: jax.Array
-  min_p: jax.Array
-  key: jax.Array
+  temperature: Float32[Array, ' B']
+  top_k: Int32[Array, ' B']
+  top_p: Float32[Array, ' B']
+  min_p: Float32[Array, ' B']
+  key: UInt32[Array, 'B 2']
 
   @classmethod
   def of(cls, configs: list[SamplingConfig]) -> 'Sampling':
-    """Stacks the requests of a batch."""
+    """The stacked requests of a batch."""
 
     def column(name, dtype):
       return jnp.asarray(np.array([getattr(c, name) for c in configs], dtype))
@@ -101,30 +94,29 @@ class Sampling:
     )
 
 
-def greedy_tokens(logits: jax.Array) -> jax.Array:
-  """`[..., V]` -> `[...]` int32, ties to the lowest id."""
+def greedy_tokens(
+  logits: Float32[Array, '*batch V'],
+) -> Int32[Array, '*batch']:
+  """The most probable tokens, ties to the lowest id."""
   return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def sampled_tokens(
-  logits: jax.Array,
-  depths: jax.Array,
-  first_position: jax.Array,
+  logits: Float32[Array, 'B N V'],
+  depths: Int32[Array, 'B N'],
+  first_position: Int32[Array, ' B'],
   sampling: Sampling,
   *,
   max_depth: int,
-) -> jax.Array:
-  """The target's draw after every node.
+) -> Int32[Array, 'B N']:
+  """The target's sample after every node.
 
   Args:
-    logits: `[B, N, V]` float32.
-    depths: `[B, N]` int32, 0..max_depth.
-    first_position: `[B]` int32, the position of a token drawn at depth 0.
-    sampling: B requests.
+    logits: the target's at the nodes.
+    depths: 0..max_depth.
+    first_position: the position of the token that is sampled at depth 0.
+    sampling: the requests.
     max_depth: static.
-
-  Returns:
-    `[B, N]` int32.
   """
   noise = position_noise(
     sampling.key, first_position, max_depth + 1, logits.shape[-1]
@@ -132,16 +124,19 @@ def sampled_tokens(
   temperature = sampling.temperature[:, None, None]
   scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
   noisy = scaled + jnp.take_along_axis(noise, depths[:, :, None], axis=1)
-  drawn = jnp.argmax(
+  sampled = jnp.argmax(
     jnp.where(kept_tokens(scaled, sampling), noisy, -jnp.inf), axis=-1
   ).astype(jnp.int32)
-  return jnp.where(temperature[:, :, 0] > 0, drawn, greedy_tokens(logits))
+  return jnp.where(temperature[:, :, 0] > 0, sampled, greedy_tokens(logits))
 
 
 def position_noise(
-  key: jax.Array, first_position: jax.Array, count: int, vocab_size: int
-) -> jax.Array:
-  """`[B, count, V]` Gumbel noise, drawn once a position."""
+  key: UInt32[Array, 'B 2'],
+  first_position: Int32[Array, ' B'],
+  count: int,
+  vocab_size: int,
+) -> Float32[Array, 'B {count} V']:
+  """Gumbel noise for `count` positions, the same wherever one is sampled."""
 
   def at(key_data, position):
     request = jax.random.wrap_key_data(key_data)
@@ -154,20 +149,22 @@ def position_noise(
   return jax.vmap(jax.vmap(at, in_axes=(None, 0)))(key, positions)
 
 
-def kept_tokens(scaled: jax.Array, sampling: Sampling) -> jax.Array:
-  """`[B, N, V]` bool: what top_k, top_p and min_p leave, in this order.
+def kept_tokens(
+  scaled: Float32[Array, 'B N V'], sampling: Sampling
+) -> Bool[Array, 'B N V']:
+  """The tokens that top_k, then top_p, then min_p keep.
 
-  Thresholds are found by bisection over the bits of the logits, which needs
-  no sort. Only done if some request asks for it. A neutral setting keeps every
-  token whatever its neighbours in the batch ask for: nothing is left to the
-  rounding of a sum.
+  Thresholds are found by bisection over the bits of the logits, which needs no
+  sort, and only if some request sets top_k or top_p. A neutral setting keeps
+  every token, whatever other requests of the batch set, and does not depend on
+  how a sum is rounded.
   """
   top_k, top_p, min_p = (
     x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p)
   )
   some_k, some_p = (top_k > 0) & (top_k < scaled.shape[-1]), top_p < 1
 
-  def cut(scaled):
+  def truncate(scaled):
     order = _ordered_bits(scaled)
     least = _threshold(order, jnp.ones_like(scaled), top_k.astype(jnp.float32))
     kept = (order >= least) | ~some_k
@@ -178,31 +175,29 @@ def kept_tokens(scaled: jax.Array, sampling: Sampling) -> jax.Array:
   def keep_all(scaled):
     return jnp.ones(scaled.shape, jnp.bool_)
 
-  kept = lax.cond((some_k | some_p).any(), cut, keep_all, scaled)
+  kept = lax.cond((some_k | some_p).any(), truncate, keep_all, scaled)
   # p >= min_p max(p), in logits.
   floor = scaled.max(axis=-1, keepdims=True) + jnp.log(min_p)
   return kept & ((scaled >= floor) | (min_p <= 0))
 
 
-def _ordered_bits(x: jax.Array) -> jax.Array:
-  """float32 -> uint32 in the same order; -0 and 0 are one value."""
+def _ordered_bits(
+  x: Float32[Array, '*batch'],
+) -> UInt32[Array, '*batch']:
+  """Integers in the order of the floats; -0 and 0 are one value."""
   bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
   sign = jnp.uint32(1 << 31)
   return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _threshold(
-  order: jax.Array, mass: jax.Array, wanted: jax.Array
-) -> jax.Array:
+  order: UInt32[Array, 'B N V'],
+  mass: Float32[Array, 'B N V'],
+  wanted: Float32[Array, 'B 1 1'],
+) -> UInt32[Array, 'B N 1']:
   """The largest t with `sum(mass where order >= t) >= wanted`, else 0.
 
-  Args:
-    order: `[B, N, V]` uint32.
-    mass: `[B, N, V]` float32, not negative.
-    wanted: `[B, 1, 1]` float32.
-
-  Returns:
-    `[B, N, 1]` uint32.
+  No mass is negative.
   """
 
   def step(i, found):

@@ -1,12 +1,14 @@
-"""What one round hands to the next."""
+"""The state that one round hands to the next."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int32, PyTree
 
 from kdtree_jax.decode.engine import Engine
 from kdtree_jax.decode.sampling import GREEDY, Sampling, SamplingConfig
@@ -19,59 +21,59 @@ MAX_STOP_IDS = 16
 
 
 class RoundStats(flax.struct.PyTreeNode):
-  """What happened in each round; zeros where a row took no part.
+  """Statistics of each round; zeros where a row took no part.
 
   Attributes:
-    acceptance_length: `[B, R]` int32: what the walk accepted, root included.
-      The last round counts its whole walk even where the row's limit cut it.
-    num_nodes: `[B, R]` int32: nodes verified, root included.
-    rounds: int32 scalar.
+    acceptance_length: tokens that the walk accepted, the root included. A row's
+      last round counts its whole walk, even beyond the row's `max_length`.
+    num_nodes: nodes verified, the root included.
+    rounds: rounds so far.
   """
 
-  acceptance_length: jax.Array
-  num_nodes: jax.Array
-  rounds: jax.Array
+  acceptance_length: Int32[Array, 'B rounds']
+  num_nodes: Int32[Array, 'B rounds']
+  rounds: Int32[Array, '']
 
 
 class DecodeState(flax.struct.PyTreeNode):
-  """B sequences in flight.
+  """The state of B sequences that are decoded together.
 
   Attributes:
-    tokens: `[B, T]` int32: prompt, committed output and, at index `length`,
-      the root: chosen by the target, not yet in the cache.
-    prompt_length: `[B]` int32.
-    limit: `[B]` int32: the length at which a row is complete.
-    stop_ids: `[MAX_STOP_IDS]` int32, padded with -1.
-    done: `[B]` bool.
-    stopped: `[B]` bool: done because a stop token was committed.
+    tokens: the prompt, the committed output and, at index `length`, the root:
+      chosen by the target, not yet in the cache.
+    prompt_length: tokens of the prompt.
+    max_length: the length at which a row is complete.
+    stop_ids: padded with -1.
+    done: the row is complete.
+    stopped: the row is complete because a stop token was committed.
     cache: the target's; `cache.length` is the committed length.
     drafter_state: the drafter's.
-    sampling: how each row draws; unused in a greedy program.
-    stats: per round.
+    sampling: how each row is sampled; unused in a greedy program.
+    stats: statistics of every round.
   """
 
-  tokens: jax.Array
-  prompt_length: jax.Array
-  limit: jax.Array
-  stop_ids: jax.Array
-  done: jax.Array
-  stopped: jax.Array
+  tokens: Int32[Array, 'B T']
+  prompt_length: Int32[Array, ' B']
+  max_length: Int32[Array, ' B']
+  stop_ids: Int32[Array, ' stops']
+  done: Bool[Array, ' B']
+  stopped: Bool[Array, ' B']
   cache: KVCache
-  drafter_state: Any
+  drafter_state: PyTree
   sampling: Sampling
   stats: RoundStats
 
   @property
-  def length(self) -> jax.Array:
-    """`[B]` int32, committed tokens."""
+  def length(self) -> Int32[Array, ' B']:
+    """Committed tokens."""
     return self.cache.length
 
 
 class HostState(NamedTuple):
-  """NumPy copies of what results are read from; see `DecodeState`.
+  """NumPy copies of the fields that results are read from.
 
-  A host loop takes one a step and indexes that: to index a device array with
-  a Python integer compiles a program for every integer.
+  A loop on the host takes one copy a step. Indexing the device's arrays instead
+  would compile a program for every Python integer.
   """
 
   tokens: np.ndarray
@@ -83,16 +85,9 @@ class HostState(NamedTuple):
 
   @classmethod
   def of(cls, state: DecodeState) -> 'HostState':
-    """Copies, because the next step consumes the state."""
-    fields = (
-      state.tokens,
-      state.prompt_length,
-      state.length,
-      state.done,
-      state.stopped,
-      state.stats,
-    )
-    return cls(*jax.tree.map(np.array, jax.device_get(fields)))
+    """Copies of a state, which the next step consumes."""
+    fields = jax.device_get([getattr(state, name) for name in cls._fields])
+    return cls(*jax.tree.map(np.array, fields))
 
 
 def all_done(state: DecodeState) -> bool:
@@ -101,15 +96,15 @@ def all_done(state: DecodeState) -> bool:
 
 
 def token_slots(engine: Engine) -> int:
-  """T: the cache's rows and one more, for the root behind a full cache."""
+  """T: the cache's rows and one more, for the root after a full cache."""
   return engine.decode.cache_rows + 1
 
 
 def pack_stop_ids(stop_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-  """Validates and pads stop ids.
+  """Sorted stop ids, padded with -1.
 
   Raises:
-    UserError: too many, or one outside the vocabulary.
+    UserError: there are too many, or one is outside the vocabulary.
   """
   ids = sorted(set(stop_ids))
   check_ids(ids, vocab_size, 'stop')
@@ -125,21 +120,21 @@ def init_state(
   prompts: Sequence[Sequence[int]],
   max_new_tokens: Sequence[int],
   stop_ids: Sequence[int],
-  dtype: Any,
+  dtype: DTypeLike,
   sampling: Sequence[SamplingConfig] | None = None,
 ) -> DecodeState:
-  """An empty state for validated prompts; prefill comes next.
+  """A state with empty caches, on which prefill runs next.
 
   Args:
-    engine: of the program that the state is for.
+    engine: the engine that runs on the state.
     prompts: B sequences of token ids, each 1..capacity long.
-    max_new_tokens: B limits, each at least 1.
+    max_new_tokens: one number for each sequence, at least 1.
     stop_ids: tokens that end a sequence.
-    dtype: of the caches.
-    sampling: B requests; default: greedy.
+    dtype: the dtype of the caches.
+    sampling: one for each sequence; default: greedy.
 
   Raises:
-    UserError: a prompt that is empty, too long or has an id out of range.
+    UserError: a prompt is empty, too long or has an id out of range.
   """
   capacity, vocab_size = engine.decode.capacity, engine.config.vocab_size
   batch, rows = len(prompts), engine.decode.cache_rows
@@ -150,7 +145,7 @@ def init_state(
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
   if min(max_new_tokens) < 1:
     raise UserError(f'max_new_tokens={min(max_new_tokens)} is below 1')
-  limit = np.minimum(lengths + np.asarray(max_new_tokens), capacity)
+  max_length = np.minimum(lengths + np.asarray(max_new_tokens), capacity)
   sampling = list(sampling or [GREEDY] * batch)
   drafter_state = ()
   if engine.drafter is not None:
@@ -158,9 +153,9 @@ def init_state(
   return DecodeState(
     tokens=jnp.asarray(tokens),
     prompt_length=jnp.asarray(lengths),
-    limit=jnp.asarray(limit.astype(np.int32)),
+    max_length=jnp.asarray(max_length.astype(np.int32)),
     stop_ids=jnp.asarray(pack_stop_ids(stop_ids, vocab_size)),
-    done=jnp.asarray(limit <= lengths),
+    done=jnp.asarray(max_length <= lengths),
     stopped=jnp.zeros((batch,), jnp.bool_),
     cache=init_cache(engine.config, batch, rows, dtype),
     drafter_state=drafter_state,
@@ -184,36 +179,37 @@ def extend(
   max_new_tokens: Sequence[int],
   capacity: int,
 ) -> DecodeState:
-  """Puts a further turn behind each row's committed tokens; prefill is next.
+  """The state with a further turn of a conversation after each row's tokens.
 
-  The pending root, which was never part of the output, gives way to the turn.
+  Prefill runs on it next. The turn replaces the root, which was never part of
+  the output.
 
   Args:
-    state: of finished rows.
+    state: a state whose rows are all done.
     turns: B sequences of validated token ids, at least one each.
-    max_new_tokens: B limits.
-    capacity: of the engine.
+    max_new_tokens: one number for each sequence.
+    capacity: the engine's.
   """
   tokens, length = np.array(state.tokens), np.array(state.length)
   for row, start, turn in zip(tokens, length, turns, strict=True):
     row[start : start + len(turn)] = turn
   prompt_length = (length + [len(turn) for turn in turns]).astype(np.int32)
-  limit = np.minimum(prompt_length + np.asarray(max_new_tokens), capacity)
+  max_length = np.minimum(prompt_length + np.asarray(max_new_tokens), capacity)
   return state.replace(
     tokens=jnp.asarray(tokens),
     prompt_length=jnp.asarray(prompt_length),
-    limit=jnp.asarray(limit.astype(np.int32)),
-    done=jnp.asarray(limit <= prompt_length),
+    max_length=jnp.asarray(max_length.astype(np.int32)),
+    done=jnp.asarray(max_length <= prompt_length),
     stopped=jnp.zeros_like(state.stopped),
     stats=empty_stats(len(tokens), capacity),
   )
 
 
 def truncate(state: DecodeState, row: int, length: int) -> DecodeState:
-  """Ends a row at `length` committed tokens, as if a stop token were there.
+  """The state with a row that ends at `length`, as if by a stop token.
 
-  For stops that only the host can see, such as strings. What was committed
-  behind is forgotten, in the statistics too.
+  This is for stops that only the host can see, such as strings. Tokens after
+  `length` are dropped, from the statistics too.
   """
   host = HostState.of(state)
   accepted, nodes = host.stats.acceptance_length, host.stats.num_nodes
@@ -239,7 +235,7 @@ def truncate(state: DecodeState, row: int, length: int) -> DecodeState:
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int, capacity: int) -> None:
-  """Raises a UserError that says what is wrong with a prompt."""
+  """Raises a UserError for a prompt that cannot be decoded."""
   if len(prompt) == 0:
     raise UserError('the prompt is empty; give at least one token id')
   check_ids(prompt, vocab_size, 'prompt')

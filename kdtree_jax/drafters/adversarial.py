@@ -1,11 +1,12 @@
-"""Always wrong: every round must fall back on the target's own token."""
+"""A stub that is always wrong, so that no draft token is ever accepted."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
 
-from kdtree_jax.drafters.base import StubDrafter, TargetHead
+from kdtree_jax.drafters.base import StubDrafter
 from kdtree_jax.registry import register
 
 
@@ -13,20 +14,18 @@ from kdtree_jax.registry import register
 class AdversarialDrafter(StubDrafter):
   """Random distributions that give the golden token no probability at all.
 
-  The worst drafter there can be: one token a round, at the full price of a
-  verify. What it tests is that rejected branches leave no trace.
+  It is the worst possible drafter: every round commits one token, the target's
+  own, at the full cost of a verify. It tests that rejected branches leave no
+  trace.
   """
 
   needs_golden: ClassVar[bool] = True
 
-  def draft(
+  def propose(
     self,
-    params: Any,
-    state: Any,
-    tokens: jax.Array,
-    length: jax.Array,
-    head: TargetHead,
-  ) -> jax.Array:
-    golden = self.golden_tokens(params, length)
+    tokens: Int32[Array, 'B T'],
+    length: Int32[Array, ' B'],
+    golden: Int32[Array, 'B D'],
+  ) -> Float32[Array, 'B D V']:
     right = jax.nn.one_hot(golden, self.vocab_size, dtype=jnp.bool_)
     return jnp.where(right, -jnp.inf, self.noise(length))

@@ -1,8 +1,8 @@
 """DFlash: one forward drafts a whole block, conditioned on target features.
 
-Qwen3-type layers over the block [root, MASK, ...]. Keys and values are those
-of the block and of the context, which is projected from the target's hidden
-states; the context's are computed once, when its tokens are committed.
+Layers of the Qwen3 kind run over the block [root, MASK, ...]. They attend to
+the block and to the context, whose keys and values are projected from the
+target's hidden states once, when the tokens are committed.
 """
 
 import dataclasses
@@ -14,11 +14,12 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 from kdtree_jax.config import DrafterConfig, ModelConfig
-from kdtree_jax.drafters.attention import block_attention
+from kdtree_jax.drafters.attention import View, block_attention, visible_rows
 from kdtree_jax.drafters.base import TargetHead
 from kdtree_jax.model.layers import Linear, Matrix, RMSNorm, SwiGLU, weight
 from kdtree_jax.model.rope import apply_rope, rope_tables
@@ -27,55 +28,47 @@ from pallas_kernels.cache_compact.api import cache_compact
 from pallas_kernels.dense import matmul
 from pallas_kernels.draft_attention.api import draft_attention
 
-# (layer, queries [..., W, K, G, d], the slots' rows [..., W, 2 K d]) -> what
-# the queries find, of their shape: W slots, K heads of keys and values.
-Attend = Callable[[int, jax.Array, jax.Array], jax.Array]
+# From a layer's index, its queries and the block's own keys and values to what
+# the queries find.
+Attend = Callable[
+  [
+    int,
+    Float[Array, '*batch slots kv_heads group head_dim'],
+    Float[Array, '*batch slots keys_values'],
+  ],
+  Float[Array, '*batch slots kv_heads group head_dim'],
+]
 
 
 def default_target_layer_ids(
   num_target_layers: int, num_taps: int
 ) -> tuple[int, ...]:
-  """z-lab's default taps: evenly spaced between layer 1 and the third last."""
+  """The layers that z-lab taps by default.
+
+  They are evenly spaced between layer 1 and the third last.
+  """
   if num_taps == 1:
     return (num_target_layers // 2,)
   step = (num_target_layers - 4) / (num_taps - 1)
-  return tuple(int(round(1 + i * step)) for i in range(num_taps))
+  return tuple(round(1 + i * step) for i in range(num_taps))
 
 
-@flax.struct.dataclass
-class DFlashState:
-  """Projected context.
-
-  Attributes:
-    context: `[layers, B, S, 2 * num_key_value_heads * head_dim]`: rotated keys
-      and values side by side; rows from the committed length on are garbage.
-  """
-
-  context: jax.Array
-
-
-@flax.struct.dataclass
-class View:
-  """Which rows of a shared context blocks in training see; A in a sequence.
-
-  The context is of several documents, each from position 0.
+class DFlashState(flax.struct.PyTreeNode):
+  """The projected context.
 
   Attributes:
-    start: `[B, A]` int32, the position of every block's root.
-    positions: `[B, S]` int32, of the context's rows.
-    seen: `[B, A, S]` bool: rows before the root, of its own document.
+    context: rotated keys and values side by side; rows from the committed
+      length on are garbage.
   """
 
-  start: jax.Array
-  positions: jax.Array
-  seen: jax.Array
+  context: Float[Array, 'drafter_layers B S keys_values']
 
 
 class DFlashAttention(nn.Module):
   """Grouped-query attention from blocks to their context and themselves."""
 
   config: DrafterConfig
-  dtype: Any
+  dtype: DTypeLike
   layer: int
 
   def setup(self):
@@ -93,9 +86,12 @@ class DFlashAttention(nn.Module):
     self.k_norm = RMSNorm(c.rms_norm_eps, self.dtype)
 
   def keys_values(
-    self, x: jax.Array, cos: jax.Array, sin: jax.Array
-  ) -> jax.Array:
-    """`[..., H]` -> `[..., 2 * kv heads * head_dim]`; keys are rotated."""
+    self,
+    x: Float[Array, '*batch M'],
+    cos: Float32[Array, '*batch 1 half'],
+    sin: Float32[Array, '*batch 1 half'],
+  ) -> Float[Array, '*batch keys_values']:
+    """Rotated keys and values of each row, side by side."""
     c = self.config
     shape = (*x.shape[:-1], c.num_key_value_heads, c.head_dim)
     keys = self.k_norm(self.k_proj(x).reshape(shape))
@@ -105,9 +101,13 @@ class DFlashAttention(nn.Module):
     )
 
   def __call__(
-    self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend
-  ) -> jax.Array:
-    """`x [..., W, H]` -> `[..., W, H]`; `attend` knows the context."""
+    self,
+    x: Float[Array, '*batch slots M'],
+    cos: Float32[Array, '*batch slots 1 half'],
+    sin: Float32[Array, '*batch slots 1 half'],
+    attend: Attend,
+  ) -> Float[Array, '*batch slots M']:
+    """Attends from the block; `attend` is bound to the context."""
     c = self.config
     queries = self.q_proj(x).reshape(*x.shape[:-1], -1, c.head_dim)
     queries = apply_rope(self.q_norm(queries), cos, sin, interleave=False)
@@ -122,7 +122,7 @@ class DFlashBlock(nn.Module):
   """A Qwen3 decoder layer whose attention also sees the context."""
 
   config: DrafterConfig
-  dtype: Any
+  dtype: DTypeLike
   layer: int
 
   def setup(self):
@@ -132,7 +132,13 @@ class DFlashBlock(nn.Module):
     self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
     self.mlp = SwiGLU(c.intermediate_size, self.dtype)
 
-  def __call__(self, hidden, cos, sin, attend):
+  def __call__(
+    self,
+    hidden: Float[Array, '*batch slots M'],
+    cos: Float32[Array, '*batch slots 1 half'],
+    sin: Float32[Array, '*batch slots 1 half'],
+    attend: Attend,
+  ) -> Float[Array, '*batch slots M']:
     x = self.input_layernorm(hidden)
     hidden = hidden + self.self_attn(x, cos, sin, attend)
     return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -142,7 +148,7 @@ class DFlashModel(nn.Module):
   """The drafter's layers; embedding and head are usually the target's."""
 
   config: DrafterConfig
-  dtype: Any = jnp.float32
+  dtype: DTypeLike = jnp.float32
 
   def setup(self):
     c = self.config
@@ -162,18 +168,18 @@ class DFlashModel(nn.Module):
 
   def __call__(
     self,
-    embedded: jax.Array,
+    embedded: Float[Array, 'B slots M'],
     state: DFlashState,
-    length: jax.Array,
+    length: Int32[Array, ' B'],
     implementation: str | None = None,
-  ) -> jax.Array:
-    """One block a row: `[B, block_size, H]` -> normed hidden.
+  ) -> Float[Array, 'B slots M']:
+    """Normed hidden states of one block a sequence.
 
     Args:
-      embedded: the embeddings at the positions `length ..`.
-      state: what is committed; behind the length it may be anything.
-      length: `[B]` int32.
-      implementation: of the attention's kernel.
+      embedded: the embeddings at the positions from `length` on.
+      state: the context; its rows from `length` on may hold anything.
+      length: committed tokens.
+      implementation: the attention kernel's.
     """
     c = self.config
 
@@ -195,17 +201,18 @@ class DFlashModel(nn.Module):
 
   def blocks(
     self,
-    embedded: jax.Array,
-    context: Sequence[jax.Array],
+    embedded: Float[Array, 'B A slots M'],
+    context: Float[Array, 'drafter_layers B S keys_values']
+    | Sequence[Float[Array, 'B S keys_values']],
     view: View,
-  ) -> jax.Array:
-    """A blocks a row at once: `[B, A, block_size, H]` -> normed hidden.
+  ) -> Float[Array, 'B A slots M']:
+    """Normed hidden states of A blocks a sequence, for training.
 
     Args:
-      embedded: the embeddings of each root and the masks behind it.
-      context: one a layer, as `project` makes them; finite everywhere. It is
-        one for all blocks of a row and stays `[B, S, 2 * kv * hd]`.
-      view: what each block sees of it.
+      embedded: the embeddings of each root and of the masks after it.
+      context: the rows of each layer, as `project` makes them, shared by all
+        blocks of a sequence; finite everywhere.
+      view: what each block sees of the context.
     """
     c = self.config
 
@@ -219,14 +226,19 @@ class DFlashModel(nn.Module):
         queries,
         halves(context[layer]),
         halves(rows),
-        _visible(c, layer, view, queries.shape[2]),
+        visible_rows(c, layer, view, queries.shape[2]),
         c.head_dim**-0.5,
       )
 
     return self._forward(embedded, view.start, attend)
 
-  def _forward(self, embedded, start, attend):
-    """`[..., W, H]` at the positions from `start [...]` on."""
+  def _forward(
+    self,
+    embedded: Float[Array, '*batch slots M'],
+    start: Int32[Array, '*batch'],
+    attend: Attend,
+  ) -> Float[Array, '*batch slots M']:
+    """Runs the layers over slots at the positions from `start` on."""
     slots = jnp.arange(embedded.shape[-2], dtype=jnp.int32)
     slots = lax.expand_dims(slots, range(start.ndim))
     cos, sin = self._tables(start[..., None] + slots)
@@ -235,23 +247,27 @@ class DFlashModel(nn.Module):
       hidden = layer(hidden, cos, sin, attend)
     return self.norm(hidden)
 
-  def project(self, features: jax.Array, positions: jax.Array) -> jax.Array:
-    """`[B, W, F]` at `positions [B, W]` -> `[layers, B, W, 2 * kv * hd]`.
+  def project(
+    self, features: Float[Array, '*batch F'], positions: Int32[Array, '*batch']
+  ) -> Float[Array, 'drafter_layers *batch keys_values']:
+    """Each layer's context rows of features at their positions.
 
-    The projected feature goes to k_proj and v_proj as it is: the layers'
-    input norms see the block only.
+    A projected feature goes to k_proj and v_proj as it is: the layers' input
+    norms apply to the block only.
     """
     cos, sin = self._tables(positions)
     z = self.hidden_norm(self.fc(features))
     rows = [layer.self_attn.keys_values(z, cos, sin) for layer in self.layers]
     return jnp.stack(rows)
 
-  def embed(self, tokens: jax.Array) -> jax.Array:
-    """`[...]` int32 -> `[..., H]`, by the drafter's own embedding."""
+  def embed(self, tokens: Int32[Array, '*batch']) -> Float[Array, '*batch M']:
+    """The tokens' embeddings in the drafter's own table."""
     return self.embed_tokens()[tokens]
 
-  def unembed(self, hidden: jax.Array) -> jax.Array:
-    """`[..., H]` -> `[..., V]` float32, by the drafter's own head.
+  def unembed(
+    self, hidden: Float[Array, '*batch M']
+  ) -> Float32[Array, '*batch V']:
+    """Logits of the drafter's own head.
 
     Tokens that the draft vocabulary lacks have no probability.
     """
@@ -266,8 +282,8 @@ class DFlashModel(nn.Module):
     cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, c.rope_scaling)
     return cos[..., None, :], sin[..., None, :]
 
-  def initialize(self):
-    """Touches every parameter once, for `init`."""
+  def initialize(self) -> Float[Array, 'B N width']:
+    """Uses every parameter once, for `init`."""
     c = self.config
     width = len(c.target_layer_ids) * c.hidden_size
     start = jnp.zeros((1,), jnp.int32)
@@ -275,44 +291,22 @@ class DFlashModel(nn.Module):
     embedded = jnp.zeros((1, 1, c.hidden_size), self.dtype)
     if c.own_embedding:
       embedded = self.embed(jnp.zeros((1, 1), jnp.int32))
-    # Whatever the kernels, the parameters are the same.
+    # All kernels have the same parameters.
     hidden = self(embedded, DFlashState(context=rows), start, 'reference')
     return hidden if c.draft_vocab_size is None else self.unembed(hidden)
-
-
-def _visible(
-  config: DrafterConfig, layer: int, view: View, width: int
-) -> tuple[jax.Array, jax.Array]:
-  """Which of W slots sees which rows, `[B, A, W or 1, S]` and `[W, W]` bool.
-
-  Every slot sees the context and, unless the layer is causal, the block.
-  """
-  slots = np.arange(width, dtype=np.int32)
-  block = np.ones((width, width), bool)
-  if config.is_causal(layer):
-    block = slots[:, None] >= slots[None, :]
-  context = view.seen[:, :, None]
-  window = config.window(layer)
-  if window is not None:
-    # Measured from the slot itself or from the root, which has slot 0.
-    at = slots * (not config.window_from_root)
-    block &= at[:, None] - slots[None, :] < window
-    behind = view.start[:, :, None] - view.positions[:, None]
-    behind = behind[:, :, None] + at[None, None, :, None]
-    context &= behind < window
-  return context, jnp.asarray(block)
 
 
 @register('drafter', 'dflash')
 @dataclasses.dataclass(frozen=True)
 class DFlashDrafter:
-  """Binds a DFlash model to the decoding loop.
+  """A DFlash model, bound to the decoding loop.
 
-  By name it is untrained: random weights, which exercise the whole path and
-  accept next to nothing. Trained ones are loaded from a folder.
+  The drafter that is loaded by this name is untrained: its random weights
+  exercise the whole path, and next to nothing is accepted. Trained drafters
+  are loaded from a folder or a bundle.
 
   Attributes:
-    config: the architecture; its block is always drafted whole.
+    config: the architecture; its whole block is always drafted.
     block_size: positions used, the root included; at most the trained block.
   """
 
@@ -326,7 +320,7 @@ class DFlashDrafter:
 
   @property
   def max_positions(self) -> int:
-    # The trained block is drafted whole, however little of it is used.
+    # The whole trained block is drafted, however little of it is used.
     unused = self.config.block_size - self.block_size
     return self.config.max_position_embeddings - unused
 
@@ -359,11 +353,11 @@ class DFlashDrafter:
     )
     return cls(config, block_size)
 
-  def init_params(self, key: jax.Array, dtype: Any) -> Any:
+  def init_params(self, key: jax.Array, dtype: DTypeLike) -> PyTree:
     model = DFlashModel(self.config, dtype)
     return model.init(key, method='initialize')['params']
 
-  def init_state(self, batch: int, rows: int, dtype: Any) -> DFlashState:
+  def init_state(self, batch: int, rows: int, dtype: DTypeLike) -> DFlashState:
     c = self.config
     width = 2 * c.num_key_value_heads * c.head_dim
     shape = (c.num_hidden_layers, batch, rows, width)
@@ -371,51 +365,54 @@ class DFlashDrafter:
 
   def draft(
     self,
-    params: Any,
+    params: PyTree,
     state: DFlashState,
-    tokens: jax.Array,
-    length: jax.Array,
+    tokens: Int32[Array, 'B T'],
+    length: Int32[Array, ' B'],
     head: TargetHead,
-  ) -> jax.Array:
+  ) -> Float[Array, 'B D V']:
     root = jnp.take_along_axis(tokens, length[:, None], axis=1)[:, 0]
     embed, unembed, _ = self.ends(params, head)
-    hidden = DFlashModel(self.config).apply(
-      {'params': params},
-      embed(self.block(root)),
-      state,
-      length,
-      head.implementation,
-    )
+    block = embed(self.block(root))
+    hidden = self._apply(params, block, state, length, head.implementation)
     # Slot j predicts the token at its own position; slot 0 is the root.
     return unembed(hidden[:, 1 : self.block_size])
 
-  def block(self, roots: jax.Array) -> jax.Array:
-    """`[...]` int32 -> `[..., trained block]`: the roots, masks behind them."""
+  def _apply(
+    self, params: PyTree, *args: Any, method: str | None = None
+  ) -> Any:
+    """The result of a method of the model with its parameters."""
+    return DFlashModel(self.config).apply(
+      {'params': params}, *args, method=method
+    )
+
+  def block(
+    self, roots: Int32[Array, '*batch']
+  ) -> Int32[Array, '*batch {self.config.block_size}']:
+    """The tokens of a trained block: the root, then masks."""
     c = self.config
     shape = (*roots.shape, c.block_size - 1)
     masks = jnp.full(shape, c.mask_token_id, jnp.int32)
     return jnp.concatenate([roots[..., None], masks], axis=-1)
 
-  def ends(self, params: Any, head: TargetHead) -> TargetHead:
-    """Embedding and head: the target's, but for those of its own."""
-    embed, unembed, _ = head
-    model, variables = DFlashModel(self.config), {'params': params}
+  def ends(self, params: PyTree, head: TargetHead) -> TargetHead:
+    """The drafter's own embedding and head; the target's where it has none."""
+    apply = functools.partial(self._apply, params)
     if self.config.own_embedding:
-      embed = functools.partial(model.apply, variables, method='embed')
+      head = head._replace(embed=functools.partial(apply, method='embed'))
     if self.config.draft_vocab_size is not None:
-      unembed = functools.partial(model.apply, variables, method='unembed')
-    return head._replace(embed=embed, unembed=unembed)
+      head = head._replace(unembed=functools.partial(apply, method='unembed'))
+    return head
 
   def commit(
     self,
-    params: Any,
+    params: PyTree,
     state: DFlashState,
-    features: jax.Array,
-    start: jax.Array,
+    features: Float[Array, 'B W F'],
+    start: Int32[Array, ' B'],
   ) -> DFlashState:
     every = jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
-    rows = DFlashModel(self.config).apply(
-      {'params': params}, features, start[:, None] + every, method='project'
-    )
+    positions = start[:, None] + every
+    rows = self._apply(params, features, positions, method='project')
     path = jnp.broadcast_to(every, features.shape[:2])
     return DFlashState(context=cache_compact(state.context, rows, path, start))

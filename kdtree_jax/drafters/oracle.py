@@ -1,11 +1,12 @@
-"""The oracle: proposes what the target is known to say."""
+"""The oracle: proposes the tokens that the target is known to choose."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
 
-from kdtree_jax.drafters.base import StubDrafter, TargetHead
+from kdtree_jax.drafters.base import StubDrafter
 from kdtree_jax.registry import register
 
 
@@ -14,19 +15,16 @@ class OracleDrafter(StubDrafter):
   """Puts nearly all probability on the golden continuation.
 
   It isolates the engine from a drafter's quality: every round accepts all
-  that it proposes, which no real drafter does. Where the continuation is not
-  known it is uniform.
+  that it proposes, which no real drafter achieves. Where the continuation is
+  unknown, its logits are uniform.
   """
 
   needs_golden: ClassVar[bool] = True
 
-  def draft(
+  def propose(
     self,
-    params: Any,
-    state: Any,
-    tokens: jax.Array,
-    length: jax.Array,
-    head: TargetHead,
-  ) -> jax.Array:
-    golden = self.golden_tokens(params, length)
+    tokens: Int32[Array, 'B T'],
+    length: Int32[Array, ' B'],
+    golden: Int32[Array, 'B D'],
+  ) -> Float32[Array, 'B D V']:
     return 20.0 * jax.nn.one_hot(golden, self.vocab_size, dtype=jnp.float32)

@@ -1,23 +1,19 @@
-"""Noise: accepts about as often as chance does."""
+"""A stub of random logits, accepted about as often as chance."""
 
-from typing import Any
+from jaxtyping import Array, Float32, Int32
 
-import jax
-
-from kdtree_jax.drafters.base import StubDrafter, TargetHead
+from kdtree_jax.drafters.base import StubDrafter
 from kdtree_jax.registry import register
 
 
 @register('drafter', 'random')
 class RandomDrafter(StubDrafter):
-  """Normal logits drawn from the position: bushy trees, the same each run."""
+  """Normal logits keyed by position: wide trees, the same in every run."""
 
-  def draft(
+  def propose(
     self,
-    params: Any,
-    state: Any,
-    tokens: jax.Array,
-    length: jax.Array,
-    head: TargetHead,
-  ) -> jax.Array:
+    tokens: Int32[Array, 'B T'],
+    length: Int32[Array, ' B'],
+    golden: Int32[Array, 'B D'],
+  ) -> Float32[Array, 'B D V']:
     return self.noise(length)

@@ -1,30 +1,27 @@
-"""Proposes that the last token goes on for ever."""
-
-from typing import Any
+"""A stub that proposes to repeat the last token."""
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
 
-from kdtree_jax.drafters.base import StubDrafter, TargetHead
+from kdtree_jax.drafters.base import StubDrafter
 from kdtree_jax.registry import register
 
 
 @register('drafter', 'repeat')
 class RepeatDrafter(StubDrafter):
-  """Puts most probability on the root at every depth, ties elsewhere.
+  """Most probability on the root's token at every depth, ties elsewhere.
 
-  Right only where the text repeats itself: it exercises verification and
-  rollback, with trees whose scores are full of ties.
+  It is right only where the text repeats itself. It exercises verification
+  and rollback, with trees in which many scores are equal.
   """
 
-  def draft(
+  def propose(
     self,
-    params: Any,
-    state: Any,
-    tokens: jax.Array,
-    length: jax.Array,
-    head: TargetHead,
-  ) -> jax.Array:
+    tokens: Int32[Array, 'B T'],
+    length: Int32[Array, ' B'],
+    golden: Int32[Array, 'B D'],
+  ) -> Float32[Array, 'B D V']:
     root = jnp.take_along_axis(tokens, length[:, None], axis=1)
     logits = 4.0 * jax.nn.one_hot(root, self.vocab_size, dtype=jnp.float32)
     shape = (logits.shape[0], self.block_size - 1, self.vocab_size)

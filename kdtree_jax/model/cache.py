@@ -1,4 +1,4 @@
-"""The latent KV cache: written in one place, read by length."""
+"""The latent KV cache."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from pallas_kernels.cache_compact.api import cache_compact
 
 
 class KVCache(flax.struct.PyTreeNode):
-  """Committed rows of every layer.
+  """The committed rows of every layer.
 
   Attributes:
     latent: the normed latent and the rotated shared key, side by side. Rows
@@ -38,13 +38,13 @@ def commit(
   path: Int32[Array, 'B W'],
   new_length: Int32[Array, ' B'],
 ) -> KVCache:
-  """Writes the rows `path` of `rows` behind the committed ones.
+  """Appends the rows at the indices `path` to the committed ones.
 
   Args:
-    cache: with `S >= length + W` for every sequence.
-    rows: as a forward returns them, rotated already.
-    path: indices into N. All W are written; what is not committed lies after
-      `new_length` and is never read.
+    cache: a cache with `S >= length + W` for every sequence.
+    rows: the rows that a forward returned, rotated already.
+    path: indices into N. All W rows are written; those from `new_length` on are
+      not committed and never read.
     new_length: committed rows afterwards.
   """
   latent = cache_compact(cache.latent, rows, path, cache.length)

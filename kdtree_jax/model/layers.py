@@ -1,4 +1,4 @@
-"""What every block is made of: weights, linear maps, norms, SwiGLU.
+"""The parts of every block: weights, linear maps, norms, SwiGLU.
 
 Weights keep the checkpoint's layout, `[out, in]`, so that loading is a copy
 and an output row is contiguous in memory.
@@ -29,11 +29,11 @@ def weight(
   shape: tuple[int, ...],
   dtype: DTypeLike,
 ) -> Any:
-  """Reads a weight; the one place where a module touches its parameters.
+  """A weight of a module; all modules read their parameters through this.
 
-  While initialising it is an ordinary `self.param`. Afterwards it is read as
-  it is stored: `self.param` insists on an array of one shape, and a quantised
-  weight is a small pytree.
+  While initialising, this is `self.param`. Afterwards the weight is read as it
+  is stored: `self.param` requires an array of one shape, and a quantised weight
+  is a small pytree.
   """
   if module.is_initializing():
     return module.param(name, init, shape, dtype)
@@ -53,9 +53,10 @@ def _lookup_forward(table, tokens):
 
 
 def _lookup_backward(saved, gradient):
-  """A product with one-hot rows: no larger than logits, and in one order.
+  """The gradient as a product with one-hot rows, which are as large as logits.
 
-  A scatter would add thousands of equal tokens up in bfloat16, by atomics.
+  A scatter would add up the gradients of equal tokens in bfloat16, by atomics:
+  thousands of terms in an order that changes from run to run.
   """
   table, tokens = saved
   rows = jax.nn.one_hot(tokens.reshape(-1), table.shape[0], dtype=table.dtype)
@@ -89,7 +90,8 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
   """Root mean square norm over the last axis, computed in float32.
 
-  Cast to the input's dtype before the weight is applied, as transformers does.
+  The result is cast to the input's dtype before the weight is applied, as in
+  the library transformers.
   """
 
   eps: float
@@ -108,7 +110,7 @@ class RMSNorm(nn.Module):
 
 
 class Matrix(nn.Module):
-  """A weight `[rows, columns]` by itself: an embedding, a head.
+  """A single weight `[rows, columns]`, as of an embedding or a head.
 
   It is an array, or a `QuantizedArray` if it is stored as one.
   """
@@ -131,7 +133,7 @@ class SwiGLU(nn.Module):
 
   @nn.compact
   def weights(self, hidden: int) -> Weights:
-    """gate and up `[intermediate_size, hidden]`, down the other way round."""
+    """gate and up `[intermediate_size, hidden]`, down transposed to them."""
     inner = self.intermediate_size
     return (
       Matrix(inner, hidden, self.dtype, name='gate_proj')(),

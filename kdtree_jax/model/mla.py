@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -14,7 +13,7 @@ from kdtree_jax.model.layers import Linear, RMSNorm, matrix_init, weight
 from kdtree_jax.model.rope import apply_rope
 from pallas_kernels.dense import prevent_fusion
 
-# From queries and the new tokens' own rows to what each head finds.
+# From queries and the new tokens' own cache rows to each head's output.
 Attend = Callable[
   [Float[Array, 'B N H C'], Float[Array, 'B N C']], Float[Array, 'B N H R']
 ]
@@ -23,10 +22,11 @@ Attend = Callable[
 def _per_head(
   x: Float[Array, 'B N H inputs'], w: Float[Array, 'H outputs inputs']
 ) -> Float[Array, 'B N H outputs']:
-  """A product of its own for each head, in the dtype of `x`.
+  """A separate product for each head, in the dtype of `x`.
 
-  XLA's CPU backend has no such product from bfloat16 to float32. The rows come
-  first: with the weights first, a GPU writes the result transposed.
+  XLA's CPU backend has no batched product from bfloat16 to float32. The rows
+  are the first operand: with the weights first, a GPU would write the result
+  transposed.
   """
   out = lax.dot_general(
     x,
@@ -39,11 +39,12 @@ def _per_head(
 
 
 class MultiHeadLatentAttention(nn.Module):
-  """Queries meet latents directly: `kv_b_proj` is folded into q and output.
+  """Attention between queries and latents, with `kv_b_proj` absorbed.
 
-  The checkpoint's `kv_b_proj` is held as its two halves: `k_b_proj [n, r, dn]`
-  (W_UK, transposed) and `v_b_proj [n, dv, r]` (W_UV). Neither is a strided
-  slice, and both are summed over their last axis, which memory is read along.
+  The checkpoint's `kv_b_proj` is stored as two weights, one absorbed by the
+  queries and one by the output: `k_b_proj [n, r, dn]` (W_UK, transposed) and
+  `v_b_proj [n, dv, r]` (W_UV). Neither is a strided slice, and the products sum
+  over their last axis, which is contiguous in memory.
   """
 
   config: ModelConfig
@@ -60,13 +61,13 @@ class MultiHeadLatentAttention(nn.Module):
     """Attends from N new tokens.
 
     Args:
-      x: normed.
-      cos: at the tokens' positions; half is `P / 2`.
+      x: normed hidden states.
+      cos: RoPE's table at the tokens' positions; half is `P / 2`.
       sin: like `cos`.
       attend: the attention op, bound to the cache and the mask.
 
     Returns:
-      `[B, N, hidden_size]` and the tokens' own cache rows `[B, N, C]`.
+      The update of the residual stream and the tokens' own cache rows.
     """
     c = self.config
     n, r = c.num_attention_heads, c.kv_lora_rank
@@ -89,15 +90,15 @@ class MultiHeadLatentAttention(nn.Module):
     v_b = weight(
       self, 'v_b_proj', matrix_init, (n, c.v_head_dim, r), self.dtype
     )
-    # A single row's product would be fused into the concatenation, whose code
-    # sums slowly.
+    # Without the barrier, XLA fuses a single row's product into the
+    # concatenation, whose code sums slowly.
     q_latent = lax.optimization_barrier(_per_head(q_nope, k_b))
     out = attend(jnp.concatenate([q_latent, q_rope], axis=-1), rows)
     out = _per_head(out, v_b)
     out = out.reshape(*x.shape[:2], n * c.v_head_dim)
     return self._linear(c.hidden_size, 'o_proj')(out), rows
 
-  def _queries(self, x: jax.Array) -> jax.Array:
+  def _queries(self, x: Float[Array, 'B N M']) -> Float[Array, 'B N width']:
     c = self.config
     width = c.num_attention_heads * c.qk_head_dim
     if c.q_lora_rank is None:

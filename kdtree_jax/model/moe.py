@@ -1,4 +1,4 @@
-"""Routed and shared experts; dropless, rows independent of each other."""
+"""Routed and shared experts: dropless, with rows independent of each other."""
 
 import math
 
@@ -21,7 +21,7 @@ from pallas_kernels.expert_router.api import (
 
 def router_config(config: ModelConfig) -> RouterConfig:
   """The configuration of a model's router."""
-  # Biased scores can be negative: a masked group must lose to those too.
+  # Biased scores can be negative: masked ones must be below those as well.
   biased = config.topk_method == 'noaux_tc'
   grouped = biased or config.topk_method == 'group_limited_greedy'
   return RouterConfig(
@@ -37,7 +37,7 @@ def router_config(config: ModelConfig) -> RouterConfig:
 
 
 class Router(nn.Module):
-  """`gate`: float32 throughout, whatever the model's dtype."""
+  """The router (`gate`), in float32 whatever the model's dtype."""
 
   config: ModelConfig
   implementation: str | None
@@ -56,7 +56,7 @@ class Router(nn.Module):
       bias = weight(
         self, 'e_score_correction_bias', zeros, shape[:1], jnp.float32
       )
-    # Training is for the experts; nothing of the router is slow then.
+    # The router has no implementation for training: it is fast enough as it is.
     training = self.implementation == 'training'
     return expert_router(
       x,
@@ -69,7 +69,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-  """The stacked weights of the routed experts, and the op that mixes all."""
+  """The stacked weights of the routed experts, and the op that uses them."""
 
   config: ModelConfig
   dtype: DTypeLike
@@ -83,13 +83,13 @@ class Experts(nn.Module):
     weights: Float32[Array, 'rows K'],
     shared: Weights | None,
   ) -> Float[Array, 'rows M']:
-    """Sends every row through its experts and the shared ones."""
+    """The weighted sum of each row's experts and the shared ones."""
     c = self.config
-    e, h, i = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
+    e, m, i = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
     gate_up = weight(
-      self, 'gate_up_proj', matrix_init, (e, 2 * i, h), self.dtype
+      self, 'gate_up_proj', matrix_init, (e, 2 * i, m), self.dtype
     )
-    down = weight(self, 'down_proj', matrix_init, (e, h, i), self.dtype)
+    down = weight(self, 'down_proj', matrix_init, (e, m, i), self.dtype)
     return expert_mlp(
       x,
       gate_up,
@@ -102,7 +102,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-  """Routed experts plus one shared SwiGLU of `n_shared_experts` widths."""
+  """Routed experts plus one SwiGLU as wide as `n_shared_experts` of them."""
 
   config: ModelConfig
   dtype: DTypeLike
@@ -112,11 +112,11 @@ class MixtureOfExperts(nn.Module):
   def __call__(
     self, x: Float[Array, 'B N M'], valid: Bool[Array, 'B N']
   ) -> tuple[Float[Array, 'B N M'], Routing]:
-    """The experts' mixture; rows that are not `valid` get no expert."""
+    """The experts' weighted sum; rows that are not `valid` get no expert."""
     c = self.config
     flat = x.reshape(-1, c.hidden_size)
     router = Router(c, self.implementation, name='gate')
-    # An id past the last expert is no expert: it costs no weights.
+    # The id E of padding is no expert's: no weights are read for it.
     routing, ids = router(flat, valid.reshape(-1))
     shared = None
     if c.n_shared_experts:

@@ -1,11 +1,11 @@
-"""Random parameters of any model, made on the device a tensor at a time."""
+"""Random parameters of any model, made on the device tensor by tensor."""
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from kdtree_jax.keys import Purpose, key_for
 
@@ -13,26 +13,26 @@ from kdtree_jax.keys import Purpose, key_for
 STD = 0.02
 
 
-def random_params(shapes: Any, seed: int = 0) -> Any:
+def random_params(shapes: PyTree, seed: int = 0) -> PyTree:
   """Random parameters for a tree of shapes.
 
   Matrices and stacks are normal with standard deviation `STD`, norms are one,
   biases (`e_score_correction_bias` and tables of ids among them) are zero. So
-  a router sends every row where its own content points, without preference.
+  a router prefers no expert: a row's content alone decides.
 
   What a layer adds to the residual stream is small, as in GPT-2 (Radford et
   al., 2019, sec. 2.3): its last matrices are divided by sqrt(2 L), those of
-  routed experts by 2 L, and an embedding that is not the head as well is
-  standard normal. Without that, the first expert that a rounding flips changes
-  the input of every later router by as much as the routers' choices differ,
-  and two exact engines part within a few tokens.
+  routed experts by 2 L, and an embedding that is not tied to the head is
+  standard normal. Without that, one expert that changes by rounding would
+  change the input of all later routers so much that they choose other experts
+  too, and the outputs of two exact engines would differ within a few tokens.
 
-  Nothing passes through the host, and no program makes more than one tensor:
-  16 billion values take seconds and no memory beside themselves.
+  Nothing passes through the host, and each program makes one tensor: 16 billion
+  values take seconds, and no memory but their own.
 
   Args:
     shapes: nested dicts of `jax.ShapeDtypeStruct`, as `abstract_params` gives.
-    seed: of all of them; tensor i draws with
+    seed: seeds all tensors; tensor i is sampled with the key
       `fold_in(key_for(Purpose.WEIGHTS, seed), i)`.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
@@ -51,7 +51,7 @@ def random_params(shapes: Any, seed: int = 0) -> Any:
 
 
 def _std(names: list[str], layers: int, tied: bool) -> float:
-  """Of the tensor at a path, in a model of so many layers."""
+  """Standard deviation of the tensor at a path, in a model of `layers`."""
   if 'embed_tokens' in names and not tied:
     return 1.0
   if 'o_proj' in names or 'down_proj' in names:
@@ -62,11 +62,11 @@ def _std(names: list[str], layers: int, tied: bool) -> float:
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _normal(seed, index, std, shape, dtype):
-  """A program for each shape; a stack is filled matrix by matrix."""
+  """Normal values, one program a shape; a stack is made matrix by matrix."""
   key = jax.random.fold_in(key_for(Purpose.WEIGHTS, seed), index)
 
   def matrix(key, shape):
-    # In bfloat16 the draws themselves would be coarse, and their mean not 0.
+    # Values sampled in bfloat16 would be coarse, and their mean not 0.
     return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
   if len(shape) == 2:

@@ -12,11 +12,11 @@ from kdtree_jax.config import RopeScaling, yarn_mscale
 def inverse_frequencies(
   dim: int, theta: float, scaling: RopeScaling | None
 ) -> Float32[np.ndarray, ' half']:
-  """Angular frequencies, half of `dim`.
+  """The `dim / 2` angular frequencies.
 
   YaRN (arXiv 2309.00071, eq. 23) keeps frequencies that turn often within the
   original context, divides those that turn rarely by `factor`, and blends
-  linearly between. Computed in float64 on the host and rounded once.
+  linearly between. They are computed in float64 and rounded once.
   """
   exponent = np.arange(0, dim, 2, dtype=np.float64) / dim
   inv_freq = theta**-exponent
@@ -24,7 +24,7 @@ def inverse_frequencies(
     return inv_freq.astype(np.float32)
 
   def turns_to_dim(rotations: float) -> float:
-    """The (fractional) index of the frequency that turns so many times."""
+    """The fractional index of the frequency that turns `rotations` times."""
     context = scaling.original_max_position_embeddings
     wavelengths = math.log(context / (rotations * 2 * math.pi))
     return dim * wavelengths / (2 * math.log(theta))
@@ -56,7 +56,7 @@ def rope_tables(
   theta: float,
   scaling: RopeScaling | None,
 ) -> tuple[Float32[Array, '*batch half'], Float32[Array, '*batch half']]:
-  """cos and sin for half of `dim`."""
+  """cos and sin of the `dim / 2` angles at each position."""
   inv_freq = jnp.asarray(inverse_frequencies(dim, theta, scaling))
   angles = positions.astype(jnp.float32)[..., None] * inv_freq.reshape(
     (1,) * positions.ndim + (-1,)
@@ -75,13 +75,13 @@ def apply_rope(
   """Rotates the pairs of `x` by tables that broadcast to it.
 
   Args:
-    x: values, any float dtype.
-    cos: half as wide as `x`; likewise `sin`.
-    sin: see `cos`.
+    x: the values, in any float dtype.
+    cos: half as wide as `x`.
+    sin: like `cos`.
     interleave: pairs are (2i, 2i + 1); otherwise (i, i + dim / 2).
 
   Returns:
-    `x.shape`, in the dtype and the pair layout of `x`.
+    The rotated values, in the dtype and the pair layout of `x`.
   """
   y = x.astype(jnp.float32)
   if interleave:

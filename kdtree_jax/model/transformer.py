@@ -1,14 +1,13 @@
-"""The decoder: embedding, blocks, final norm and head, used purely."""
+"""The decoder: embedding, blocks, final norm and head."""
 
 import functools
-from typing import Any
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt32
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.keys import Purpose, key_for
@@ -22,15 +21,15 @@ from pallas_kernels.verify_attention.api import verify_attention
 
 
 class ForwardOutput(flax.struct.PyTreeNode):
-  """What a forward leaves; the cache itself is only read.
+  """The result of a forward, which only reads the cache.
 
   Attributes:
-    hidden: before the final norm.
+    hidden: the residual stream before the final norm.
     features: the residual stream after the tapped layers, side by side in the
       order of `tap_layers`.
     rows: the new tokens' cache rows.
-    routing: one a MoE layer, fields `[B, N, ...]`; for audits, and dead code
-      wherever nobody asks for it.
+    routing: one for each MoE layer, fields `[B, N, ...]`; for audits. XLA
+      removes it from programs that do not use it.
   """
 
   hidden: Float[Array, 'B N M']
@@ -77,10 +76,10 @@ class Transformer(nn.Module):
   Attributes:
     config: the architecture.
     tap_layers: 0-based layers whose raw output becomes `features`.
-    dtype: of the parameters that `init` makes; a forward computes in the
-      dtype of the parameters that it is given.
-    implementation: of the kernels; None takes the best that is available,
-      `training` what has fast gradients, for an empty cache.
+    dtype: the dtype of the parameters that `init` makes; a forward computes in
+      the dtype of the parameters that it is given.
+    implementation: which kernels to use: None takes the best available, and
+      `training` those with fast gradients, for an empty cache.
   """
 
   config: ModelConfig
@@ -110,12 +109,13 @@ class Transformer(nn.Module):
     """Runs N new tokens over the committed rows of a cache.
 
     Args:
-      tokens: the new ones.
-      positions: absolute.
+      tokens: the new tokens.
+      positions: their absolute positions.
       cache: its first `length` rows are seen by every new token.
-      valid: other rows are padding that no expert sees and that no valid row
-        may see.
-      ancestors: bit j of row i: i sees j. None is the causal mask of a chain.
+      valid: False for padding, which is routed to no expert; the mask must hide
+        it from valid rows.
+      ancestors: bit j of row i is set if i sees j. None is the causal mask of a
+        chain.
     """
     c = self.config
     hidden = lookup(self.embed_tokens(), tokens)
@@ -154,22 +154,22 @@ class Transformer(nn.Module):
   def logits(
     self, hidden: Float[Array, '*batch M']
   ) -> Float32[Array, '*batch V']:
-    """Logits from what comes before the final norm."""
+    """Logits of the residual stream before the final norm."""
     return self.unembed(self.norm(hidden))
 
   def embed(self, tokens: Int32[Array, '*batch']) -> Float[Array, '*batch M']:
-    """The tokens' embeddings; a drafter shares them."""
+    """The tokens' embeddings."""
     return lookup(self.embed_tokens(), tokens)
 
   def unembed(
     self, hidden: Float[Array, '*batch M']
   ) -> Float32[Array, '*batch V']:
-    """The head alone."""
+    """Logits of normed hidden states."""
     tied = self.config.tie_word_embeddings
     return matmul(hidden, self.embed_tokens() if tied else self.lm_head())
 
   def initialize(self) -> Float32[Array, 'B N V']:
-    """Touches every parameter once, for `init`."""
+    """Uses every parameter once, for `init`."""
     cache = init_cache(self.config, 1, 1, self.dtype)
     zeros = jnp.zeros((1, 1), jnp.int32)
     out = self(zeros, zeros, cache, jnp.ones((1, 1), jnp.bool_))
@@ -178,14 +178,14 @@ class Transformer(nn.Module):
 
 def init_params(
   config: ModelConfig, key: jax.Array, dtype: DTypeLike
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
   """Random parameters with the family's initializer_range. Consumes `key`."""
-  # Whatever the kernels, the parameters are the same.
+  # All kernels have the same parameters.
   model = Transformer(config, dtype=dtype, implementation='reference')
   return dict(model.init(key, method='initialize')['params'])
 
 
-def abstract_params(config: ModelConfig, dtype: DTypeLike) -> dict[str, Any]:
-  """Shapes and dtypes of a model's parameters, without memory."""
+def abstract_params(config: ModelConfig, dtype: DTypeLike) -> dict[str, PyTree]:
+  """Shapes and dtypes of a model's parameters, without their memory."""
   key = key_for(Purpose.WEIGHTS)
   return jax.eval_shape(lambda: init_params(config, key, dtype))

@@ -1,5 +1,5 @@
-"""What `run.py --mode=NAME` does: one module a mode.
+"""The modes of `run.py`, one module per mode.
 
-Each has `run(options) -> int`, the exit status; its flags are a dataclass in
-`modes/options`.
+Each has `run(flags) -> int`, which returns the exit status; its flags are a
+dataclass in `modes/options`.
 """

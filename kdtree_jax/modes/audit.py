@@ -1,4 +1,4 @@
-"""`--mode=audit`: is this engine, or this fork of it, still lossless?"""
+"""`--mode=audit`: checks that this engine, or a fork of it, is lossless."""
 
 import contextlib
 import dataclasses
@@ -20,45 +20,44 @@ from kdtree_jax.modes.status import status
 
 
 def run(flags: AuditFlags) -> int:
-  """Prints a verdict for every budget; 1 if one fails."""
+  """Prints a verdict for every budget; returns 1 if one fails."""
   check_config(flags)
   tokenizer = texts.tokenizer_of(flags)
-  talks = texts.talks(flags, tokenizer)
-  # Of a talk the first turn: what follows would depend on the engine.
-  prompts = texts.first_ids(talks, tokenizer, flags.chat)
+  dialogues = texts.dialogues(flags, tokenizer)
+  # First turns only: later ones would depend on the engine's answers.
+  prompts = texts.first_ids(dialogues, tokenizer, flags.chat)
   check_output(flags.output)
-  # Wrong flags show before a long load.
+  # Before a long load, so that wrong flags fail early.
   options = flags.options
   target = target_of(flags, flags.dtype)
   drafter = load_drafter(flags, flags.drafter, target, flags.acceptance_rate)
-  limit = target.config.max_position_embeddings
-  for talk, prompt in zip(talks, prompts, strict=True):
-    with texts.naming(talk.prompt.where, talk.prompt.id):
-      texts.check_fit(prompt, target, None)
-      check_room(prompt, limit)
+  texts.check_first(dialogues, prompts, target, None)
+  for dialogue, prompt in zip(dialogues, prompts, strict=True):
+    with texts.naming(dialogue.prompt.where, dialogue.prompt.id):
+      check_room(prompt, target.config.max_position_embeddings)
   failed = False
   with contextlib.ExitStack() as stack:
     lines = None
     if flags.output is not None:
       lines = stack.enter_context(JsonLines(flags.output))
-    for (talk, prompt), budget in itertools.product(
-      zip(talks, prompts, strict=True), flags.tree_budget
+    for (dialogue, prompt), budget in itertools.product(
+      zip(dialogues, prompts, strict=True), flags.tree_budget
     ):
-      with status(f'auditing prompt {talk.prompt.id}, budget {budget}'):
+      with status(f'auditing prompt {dialogue.prompt.id}, budget {budget}'):
         each = dataclasses.replace(options, tree_budget=budget)
         report = audit_prompt(target, drafter, prompt, each)
-      text = f'prompt {talk.prompt.id}, budget {budget}: {verdict(report)}'
+      text = f'prompt {dialogue.prompt.id}, budget {budget}: {verdict(report)}'
       print(text, flush=True)
       if lines is not None:
         lines.write(
-          {'id': talk.prompt.id, 'tree_budget': budget} | _json(report)
+          {'id': dialogue.prompt.id, 'tree_budget': budget} | _json(report)
         )
       failed = failed or bool(report.failures)
   return 1 if failed else 0
 
 
 def _json(report: AuditReport) -> dict[str, Any]:
-  """The fields of a report; JSON has no NaN, a failure says it in words."""
+  """The fields of a report; null for NaN, which JSON lacks."""
   return {
     name: None if value != value else value
     for name, value in dataclasses.asdict(report).items()
@@ -66,9 +65,9 @@ def _json(report: AuditReport) -> dict[str, Any]:
 
 
 def verdict(report: AuditReport) -> str:
-  """A few lines for people."""
+  """A report as a few lines of text."""
   full = report.full_acceptance_length
-  full = 'what its policy holds' if full is None else f'{full:.2f}'
+  full = 'what its policy allows' if full is None else f'{full:.2f}'
   lines = [
     'FAILED: ' + '; '.join(report.failures) if report.failures else 'passed',
     f'  DDTree: {describe(report.divergence)}; acceptance length '
@@ -83,7 +82,7 @@ def verdict(report: AuditReport) -> str:
 
 
 def describe(divergence: Divergence | None) -> str:
-  """Identical, or where, by how much and why that is excused or not."""
+  """A divergence in words: its place, its size, and the verdict."""
   if divergence is None:
     return 'identical to AR'
   d = divergence

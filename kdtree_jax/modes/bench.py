@@ -1,6 +1,7 @@
-"""`--mode=bench`: what AR and rounds cost, beside the bytes they must move."""
+"""`--mode=bench`: times of AR and rounds, beside the bytes they must move."""
 
 import dataclasses
+import itertools
 import json
 import sys
 from typing import Any
@@ -10,8 +11,12 @@ import rich.console
 
 from kdtree_jax.benchmark import machine, report
 from kdtree_jax.benchmark.end_to_end import end_to_end
-from kdtree_jax.benchmark.subject import PREFILL, Subject, random_drafter
-from kdtree_jax.benchmark.sweep import Step, Sweep
+from kdtree_jax.benchmark.model_pair import (
+  PREFILL,
+  ModelPair,
+  random_drafter,
+)
+from kdtree_jax.benchmark.sweep import Sweep, SweepPoint
 from kdtree_jax.errors import UserError
 from kdtree_jax.io.files import file_kind
 from kdtree_jax.io.paths import check_output
@@ -22,17 +27,23 @@ from kdtree_jax.modes.options import BenchFlags
 BUDGETS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
 BLOCK_SIZE = 16
 END_TO_END_BUDGETS = (16, 64)
-# Rows after the longest context: no measurement commits more.
+# Cache rows after the longest context; no measurement commits more.
 ROOM = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ranges:
-  """What the flags ask to be measured."""
+  """The measurements that the flags ask for."""
 
   budgets: tuple[int, ...]
   contexts: tuple[int, ...]
   tokens: int
+
+  @property
+  def steps(self) -> list[SweepPoint]:
+    # By context, so that an interrupted run has complete tables.
+    pairs = itertools.product(self.contexts, (None, *self.budgets))
+    return [SweepPoint(*pair) for pair in pairs]
 
   @property
   def room(self) -> int:
@@ -44,14 +55,12 @@ class _Ranges:
 
 
 def run(flags: BenchFlags) -> int:
-  """Measures what the output does not hold yet; 0 when all is there."""
+  """Measures what is missing in the output and prints the tables."""
   check_config(flags)
   check_output(flags.output)
   ranges = _ranges(flags)
   records = _earlier(flags.output, _settings(flags))
-  missing = [
-    step for step in _steps(ranges) if not any(map(step.is_of, records))
-  ]
+  missing = [step for step in ranges.steps if not any(map(step.is_of, records))]
   if missing or flags.end_to_end:
     try:
       _measure(flags, ranges, missing, records)
@@ -60,15 +69,6 @@ def run(flags: BenchFlags) -> int:
         _write(flags.output, records)
   report.show(records)
   return 0
-
-
-def _steps(ranges: _Ranges) -> list[Step]:
-  # Context by context: an interrupted run has whole tables.
-  return [
-    Step(context, budget)
-    for context in ranges.contexts
-    for budget in (None, *ranges.budgets)
-  ]
 
 
 def _ranges(flags: BenchFlags) -> _Ranges:
@@ -81,7 +81,7 @@ def _ranges(flags: BenchFlags) -> _Ranges:
 
 
 def _settings(flags: BenchFlags) -> dict[str, Any]:
-  """What must be equal for two runs to share a file."""
+  """The settings that all runs in one file share."""
   return {
     'name': flags.config or flags.target,
     'weights': 'random weights' if flags.config else 'checkpoint',
@@ -102,8 +102,8 @@ def _dtype(flags: BenchFlags) -> str:
 
 
 def _earlier(path: str | None, settings: dict[str, Any]) -> list[dict]:
-  """The records of a file to go on with; none if there is no file."""
-  # What is no regular file is only written.
+  """The records of a file that is continued; none without a file."""
+  # Other kinds of files are only written.
   if path is None or file_kind(path) != 'file':
     return []
   try:
@@ -111,7 +111,7 @@ def _earlier(path: str | None, settings: dict[str, Any]) -> list[dict]:
     found = [r['settings'] for r in records if r['kind'] == 'run']
   except (ValueError, KeyError, TypeError) as error:
     raise UserError(
-      f'--output={path} is no file of --mode=bench: {error}'
+      f'--output={path} is not a file of --mode=bench: {error}'
     ) from None
   for other in found:
     for name, value in settings.items():
@@ -124,9 +124,12 @@ def _earlier(path: str | None, settings: dict[str, Any]) -> list[dict]:
 
 
 def _measure(
-  flags: BenchFlags, ranges: _Ranges, missing: list[Step], records: list[dict]
+  flags: BenchFlags,
+  ranges: _Ranges,
+  missing: list[SweepPoint],
+  records: list[dict],
 ) -> None:
-  """Appends to `records`, and writes a file of them after each that is new."""
+  """Measures and appends to `records`; rewrites the file after each."""
   progress = _progress()
 
   def add(record: dict[str, Any]) -> None:
@@ -139,9 +142,9 @@ def _measure(
   head = machine.describe(ceilings)
   add({'kind': 'run', 'settings': _settings(flags)} | head)
   progress('making or loading weights')
-  subject = _subject(flags, ranges)
+  pair = _model_pair(flags, ranges)
   if missing:
-    sweep = Sweep(subject, ceilings, progress)
+    sweep = Sweep(pair, ceilings, progress)
     for record in sweep.run(missing):
       add(record)
       progress(json.dumps({k: record[k] for k in record if k != 'computed'}))
@@ -151,7 +154,7 @@ def _measure(
     if flags.tree_budget is not None:
       budgets = [budget for budget in ranges.budgets if budget]
     for record in end_to_end(
-      subject,
+      pair,
       ranges.contexts[0],
       budgets,
       ranges.tokens,
@@ -162,7 +165,7 @@ def _measure(
 
 
 def _once(path: str | None) -> bool:
-  """Whether a device or a pipe is written, where nothing can be replaced."""
+  """Whether the output is a device or a pipe, which is written once."""
   return path is not None and file_kind(path) == 'special'
 
 
@@ -172,35 +175,35 @@ def _write(path: str | None, records: list[dict]) -> None:
 
 
 def _progress():
-  """A line on standard error for each step of long work."""
+  """A function that logs a line on standard error."""
   console = rich.console.Console(stderr=True, width=200)
   quiet = not sys.stderr.isatty() and jax.default_backend() != 'gpu'
 
-  def say(message: str) -> None:
+  def log(message: str) -> None:
     if not quiet:
       console.log(message[:160], highlight=False, markup=False)
 
-  return say
+  return log
 
 
-def _subject(flags: BenchFlags, ranges: _Ranges) -> Subject:
-  """The pair, at a capacity that holds the longest context.
+def _model_pair(flags: BenchFlags, ranges: _Ranges) -> ModelPair:
+  """Target and drafter, with a capacity for the longest context.
 
-  Random weights have no trained positions: their limit is lifted.
+  Random weights have no trained positions, so they get as many as needed.
   """
   target = target_of(flags, _dtype(flags))
-  limit = target.config.max_position_embeddings
+  max_length = target.config.max_position_embeddings
   block = flags.block_size or BLOCK_SIZE
   positions = ranges.capacity + block
   if flags.config is not None:
     lifted = dataclasses.replace(
-      target.config, max_position_embeddings=max(limit, positions)
+      target.config, max_position_embeddings=max(max_length, positions)
     )
     target = dataclasses.replace(target, config=lifted)
-  elif ranges.capacity > limit:
+  elif ranges.capacity > max_length:
     raise UserError(
       f'--context={max(ranges.contexts)} and {ranges.room} tokens after it '
-      f'exceed the max_position_embeddings={limit} of the target'
+      f'exceed the max_position_embeddings={max_length} of the target'
     )
   if flags.drafter is None:
     drafter = random_drafter(target, block, positions)
@@ -208,10 +211,10 @@ def _subject(flags: BenchFlags, ranges: _Ranges) -> Subject:
     drafter = load_drafter(flags, flags.drafter, target)
     if drafter.drafter.needs_golden:
       raise UserError(
-        f'--drafter={flags.drafter} needs an answer; --end_to_end has it'
+        f'--drafter={flags.drafter} needs the output first; use --end_to_end'
       )
   chunk = max(drafter.block_size, min(PREFILL, max(ranges.contexts)))
-  return Subject(
+  return ModelPair(
     target,
     drafter,
     capacity=ranges.capacity,

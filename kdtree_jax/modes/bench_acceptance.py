@@ -1,4 +1,4 @@
-"""`--mode=bench_acceptance`: how much a drafter gets accepted, over budgets."""
+"""`--mode=bench_acceptance`: acceptance of a drafter's tokens by budget."""
 
 import collections
 import contextlib
@@ -30,24 +30,24 @@ from kdtree_jax.modes import generate, resumable_runs, texts
 from kdtree_jax.modes.loading import check_pair, load_drafter, load_target
 from kdtree_jax.modes.options import BenchAcceptanceFlags
 from kdtree_jax.options import GenerateOptions
-from kdtree_jax.training.corpus import Corpus
+from kdtree_jax.training.corpus import Corpus, read_corpus
 
 
 class Item(NamedTuple):
-  """One method over all prompts; one program."""
+  """One method for all prompts, which is one program."""
 
   method: str
   tree_budget: int
   tree_policy: str
   keep_top1_chain: bool
-  forced: bool
+  teacher_forced: bool
 
   @property
   def title(self) -> str:
     words = [self.method]
     words += [str(self.tree_budget)] if self.method == 'ddtree' else []
     words += ['chain kept'] if self.keep_top1_chain else []
-    return ' '.join([*words, 'on real text'] if self.forced else words)
+    return ' '.join([*words, 'on real text'] if self.teacher_forced else words)
 
 
 class Job(NamedTuple):
@@ -59,9 +59,9 @@ class Job(NamedTuple):
 
 
 def run(flags: BenchAcceptanceFlags) -> int:
-  """Prints and writes what was found; 1 if float32 outputs are not AR's."""
+  """Prints and writes tables; returns 1 if a float32 output is not AR's."""
   _check(flags)
-  corpus = resumable_runs.corpus_of(flags)
+  corpus = None if flags.corpus is None else read_corpus(flags.corpus)
   prompts, tokenizer = resumable_runs.passages(flags, corpus)
   target = load_target(flags.target, flags.dtype, flags.weights)
   if corpus is not None:
@@ -72,7 +72,7 @@ def run(flags: BenchAcceptanceFlags) -> int:
     with texts.naming(prompt.where, prompt.id):
       texts.check_fit(prompt.ids, target, None)
   records = resumable_runs.read_runs(flags.output, bench.common)
-  items = _items(flags, drafter, forced=prompts[0].text is not None)
+  items = _items(flags, drafter, with_text=prompts[0].text is not None)
   jobs = [bench.jobs(item, records) for item in items]
   with contextlib.ExitStack() as stack:
     advance = stack.enter_context(resumable_runs.progress(sum(map(len, jobs))))
@@ -86,7 +86,7 @@ def run(flags: BenchAcceptanceFlags) -> int:
 
 
 def _check(flags: BenchAcceptanceFlags) -> None:
-  """What can be refused before anything is loaded."""
+  """Checks the flags before anything is loaded."""
   check_output(flags.output)
   _check_tables(flags.output)
   for temperature in flags.temperatures:
@@ -103,17 +103,17 @@ def _check_tables(output: str | None) -> None:
     return
   if file_kind(path) is not None and file_kind(output) is None:
     raise UserError(
-      f'--output={output}: the tables would replace {path}, which is of '
+      f'--output={output}: the tables would replace {path}, which belongs to '
       'something else; give another name'
     )
   check_output(str(path))
 
 
 def tables_path(output: str | None) -> pathlib.Path | None:
-  """Where the tables go: beside the records; None: nowhere.
+  """The path of the tables, beside the records; None for no file.
 
-  `x.md` for `x.jsonl`. Any other name keeps all of itself: `run.1.md` for
-  `run.1`, not the `run.md` of `run.2` as well.
+  `x.md` for `x.jsonl`; any other name keeps its suffix: `run.1.md` for
+  `run.1`, because `run.md` would be that of `run.2` too.
   """
   if output is None or file_kind(output) == 'special':
     return None
@@ -123,17 +123,17 @@ def tables_path(output: str | None) -> pathlib.Path | None:
 
 
 def _items(
-  flags: BenchAcceptanceFlags, drafter: api.LoadedDrafter, forced: bool
+  flags: BenchAcceptanceFlags, drafter: api.LoadedDrafter, with_text: bool
 ) -> list[Item]:
-  """AR, then the chain and trees with and without it; the same on text."""
+  """AR, the chain, trees without and with it; some also teacher-forced."""
   budgets = sorted(set(flags.tree_budget))
   depth = drafter.block_size - 1
   items = [Item('ar', 0, 'best_first', False, False)]
-  for on_text in (False, True) if forced else (False,):
-    items.append(Item('chain', depth, 'chain', False, on_text))
-    for seeded in (False,) if on_text else (False, True):
+  for forced in (False, True) if with_text else (False,):
+    items.append(Item('chain', depth, 'chain', False, forced))
+    for keep_chain in (False,) if forced else (False, True):
       items += [
-        Item('ddtree', budget, 'best_first', seeded, on_text)
+        Item('ddtree', budget, 'best_first', keep_chain, forced)
         for budget in budgets
       ]
   return items
@@ -141,7 +141,7 @@ def _items(
 
 @dataclasses.dataclass
 class _Bench:
-  """All that stays the same from item to item."""
+  """Models, prompts and flags, which all items share."""
 
   flags: BenchAcceptanceFlags
   target: api.Target
@@ -152,7 +152,7 @@ class _Bench:
 
   @functools.cached_property
   def common(self) -> dict[str, Any]:
-    """What all lines of one file share, and a resumed run must match."""
+    """The fields that all lines of one file share, also when continued."""
     return {
       'target': self.target.name,
       'drafter': self.drafter.name,
@@ -165,9 +165,9 @@ class _Bench:
     }
 
   def jobs(self, item: Item, records: Sequence[dict[str, Any]]) -> list[Job]:
-    """What of one item is not among the records."""
+    """The jobs of one item that are not among the records."""
     done = {_key(record) for record in records}
-    temperatures = [0.0] if item.forced else self.flags.temperatures
+    temperatures = [0.0] if item.teacher_forced else self.flags.temperatures
     jobs = [
       Job(prompt, temperature, self.flags.seed + index)
       for index, prompt in enumerate(self.prompts)
@@ -183,14 +183,14 @@ class _Bench:
     advance: Callable[[int, str | None], None],
     write: Callable[[dict[str, Any]], None] | None,
   ) -> list[dict[str, Any]]:
-    """The lines of jobs, each batch written when it is done.
+    """Runs jobs and returns their lines; writes each batch when it is done.
 
     Args:
       item: the method.
-      jobs: what it has to do.
-      records: with AR's outputs, if there are any yet.
-      advance: told of progress.
-      write: gets each line, if there is a file.
+      jobs: its jobs.
+      records: earlier lines, for AR's outputs.
+      advance: called with progress.
+      write: called with each line, if there is a file.
     """
     begin = time.perf_counter()
     outputs = {
@@ -200,10 +200,14 @@ class _Bench:
     }
     lines = []
     for batch, count in resumable_runs.batches(jobs, self.flags.batch_size):
-      made = (self._forced if item.forced else self._free)(item, batch)
+      made = (self._teacher_forced if item.teacher_forced else self._free)(
+        item, batch
+      )
       for line in made[:count]:
         ids = outputs.get(_key(line)[:-1])
-        compared = ids is not None and item.method != 'ar' and not item.forced
+        compared = (
+          ids is not None and item.method != 'ar' and not item.teacher_forced
+        )
         match = line['output_ids'] == ids if compared else None
         lines.append(line | {'match': match})
         if write is not None:
@@ -226,25 +230,27 @@ class _Bench:
       'method': item.method,
       'tree_budget': item.tree_budget,
       'keep_top1_chain': item.keep_top1_chain,
-      'forced': item.forced,
+      'forced': item.teacher_forced,
     }
 
   def _options(self, item: Item) -> GenerateOptions:
-    flags, limit = self.flags, self.target.config.max_position_embeddings
+    flags, config = self.flags, self.target.config
     longest = max(len(prompt.ids) for prompt in self.prompts)
     return GenerateOptions(
       max_new_tokens=flags.max_new_tokens,
       tree_budget=item.tree_budget,
       tree_policy=item.tree_policy,
       keep_top1_chain=item.keep_top1_chain,
-      capacity=generation.bucket(longest + flags.max_new_tokens, limit),
+      capacity=generation.bucket(
+        longest + flags.max_new_tokens, config.max_position_embeddings
+      ),
       prefill_chunk=flags.prefill_chunk,
       kernels=flags.kernels,
       stop_ids=() if flags.ignore_eos else None,
     )
 
   def _free(self, item: Item, batch: Sequence[Job]) -> list[dict[str, Any]]:
-    """Lines of the model's own text, without `match`."""
+    """The lines of jobs on the model's own text, without `match`."""
     drafter = None if item.method == 'ar' else self.drafter
     results = generation.continue_prompts(
       self.target,
@@ -262,9 +268,11 @@ class _Bench:
       for job, result in zip(batch, results, strict=True)
     ]
 
-  def _forced(self, item: Item, batch: Sequence[Job]) -> list[dict[str, Any]]:
-    """Lines of given text, with the target's own walks beside."""
-    results = generation.follow_texts(
+  def _teacher_forced(
+    self, item: Item, batch: Sequence[Job]
+  ) -> list[dict[str, Any]]:
+    """The lines of jobs on given text."""
+    results = generation.teacher_forced(
       self.target,
       self.drafter,
       [job.prompt.text or [] for job in batch],
@@ -272,15 +280,15 @@ class _Bench:
       self._options(item),
     )
     return [
-      self._line(item, job, result.by_text)
-      | {'target_acceptance_lengths': result.by_target.acceptance_lengths}
+      self._line(item, job, result.along_text)
+      | {'target_acceptance_lengths': result.along_target.acceptance_lengths}
       for job, result in zip(batch, results, strict=True)
     ]
 
   def _line(
     self, item: Item, job: Job, result: GenerateResult
   ) -> dict[str, Any]:
-    """As in `--mode=generate`, and what became of the nodes."""
+    """A line as in `--mode=generate`, with counts of accepted nodes."""
     drafter = None if item.method == 'ar' else self.drafter
     plain = dataclasses.replace(result, rounds=None)
     variant = generate.Variant(item.method, item.tree_budget, item.tree_policy)
@@ -295,15 +303,15 @@ class _Bench:
 
 
 def _key(record: dict[str, Any]) -> tuple:
-  """Names a run; without the last entry, its prompt and its draws."""
+  """Identifies a run; all but the last entry is its prompt and sampling."""
   names = ('method', 'tree_budget', 'keep_top1_chain', 'forced')
-  drawn = record['id'], record['temperature'], record['seed']
+  sampling = record['id'], record['temperature'], record['seed']
   ids = tuple(record['prompt_ids'])
-  return *drawn, ids, tuple(record[name] for name in names)
+  return *sampling, ids, tuple(record[name] for name in names)
 
 
 def _finish(flags: BenchAcceptanceFlags, rows: list[Row]) -> int:
-  """Tables, pictures, verdict."""
+  """Writes tables and plots, and returns the exit status."""
   text = markdown(rows)
   print(text)
   path = tables_path(flags.output)

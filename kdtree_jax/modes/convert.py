@@ -1,4 +1,4 @@
-"""`--mode=convert`: a bundle to a checkpoint folder, or the other way."""
+"""`--mode=convert`: a bundle to a checkpoint folder, or back."""
 
 import pathlib
 
@@ -18,14 +18,14 @@ from kdtree_jax.modes.options import ConvertFlags
 from kdtree_jax.modes.status import status
 
 GENERATION_FILE = 'generation_config.json'
-# Keys that say nothing, and the stop ids, which a bundle has.
+# Stop ids, which a bundle has, and keys without an effect.
 CARRIED = {'eos_token_id', '_from_model_config', 'transformers_version'}
 
 
 def run(flags: ConvertFlags) -> int:
-  """Writes `--output`: a `.kdtr` file of a folder, a folder of a bundle.
+  """Converts a folder to a `.kdtr` file, or a bundle to a folder.
 
-  Without `--target` the file holds the drafter alone.
+  Without `--target` the file has the drafter alone.
   """
   flag = 'drafter' if flags.target is None else 'target'
   source = pathlib.Path(getattr(flags, flag))
@@ -45,7 +45,7 @@ def run(flags: ConvertFlags) -> int:
 
 
 def left_behind(source: pathlib.Path) -> list[str]:
-  """A line if a folder has settings that are not carried over."""
+  """A line that names settings of a folder that are not carried over."""
   path = source / GENERATION_FILE
   if file_kind(path) != 'file':
     return []
@@ -70,7 +70,7 @@ def _to_bundle(
 
 
 def _check_pair(drafter: str | None, source: pathlib.Path) -> None:
-  """Refuses a drafter that names another target."""
+  """Refuses a drafter whose recipe names another target."""
   if drafter is None:
     return
   _, recipe, _ = read_extra(pathlib.Path(drafter), drafter)

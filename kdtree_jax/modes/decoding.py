@@ -1,4 +1,4 @@
-"""How prompts go through a method: alone, in batches, as a stream."""
+"""Decoding of prompts by one method: in batches or as a stream."""
 
 import collections
 import functools
@@ -20,8 +20,8 @@ class PendingPrompt(NamedTuple):
   """One prompt to continue.
 
   Attributes:
-    index: of the prompt; its seed is that of the options plus this.
-    ids: the prompt's tokens.
+    index: index of the prompt, which is added to the seed of the options.
+    ids: tokens of the prompt.
   """
 
   index: int
@@ -32,26 +32,26 @@ def batches(
   prompts: Sequence[PendingPrompt],
   size: int,
   options: GenerateOptions,
-  limit: int,
+  max_length: int,
 ) -> Iterator[tuple[int, list[PendingPrompt]]]:
-  """Groups prompts by the capacity they need, so that few programs compile.
+  """Groups prompts by the capacity they need, to compile few programs.
 
   Args:
-    prompts: in any order.
+    prompts: prompts in any order.
     size: most prompts in a batch.
-    options: of the method.
-    limit: the target's max_position_embeddings.
+    options: options of the method.
+    max_length: the target's max_position_embeddings.
 
   Yields:
-    A capacity, a power of two unless the flags or the target say otherwise,
-    and the prompts that share it.
+    A capacity, a power of two unless the flags or the target set another, and
+    the prompts that share it.
   """
 
   def capacity(prompt: PendingPrompt) -> int:
     if options.capacity is not None:
       return options.capacity
     tokens = len(prompt.ids) + options.max_new_tokens
-    return generation.bucket(tokens, limit)
+    return generation.bucket(tokens, max_length)
 
   found = []
   for bucket, group in itertools.groupby(
@@ -60,24 +60,25 @@ def batches(
     members = list(group)
     logging.info('capacity %d: %d prompts', bucket, len(members))
     found += [(bucket, list(x)) for x in itertools.batched(members, size)]
-  # Lines wait for those before them: the first prompts first.
+  # Lines are written in the order of the prompts, so the first come first.
   yield from sorted(found, key=lambda each: each[1][0].index)
 
 
 class InOrder:
-  """A context that passes lines on in order, each when those before are there.
+  """A context that writes lines in order, however they are added.
 
-  However it ends, those that still wait are passed on then.
+  A line is written once all before it are; at the end, also on an exception,
+  all that are left are written.
   """
 
   def __init__(
     self, keys: Iterable[Hashable], write: Callable[[dict[str, Any]], None]
   ):
-    """Takes nothing yet.
+    """Begins without lines.
 
     Args:
-      keys: of all lines, in order.
-      write: gets the lines.
+      keys: keys of all lines, in order.
+      write: called with each line.
     """
     self._keys, self._write = collections.deque(keys), write
     self._lines: dict[Hashable, dict[str, Any] | None] = {}
@@ -90,7 +91,7 @@ class InOrder:
       self._pass()
 
   def add(self, key: Hashable, line: dict[str, Any] | None) -> None:
-    """Takes a line; None where there will be none."""
+    """Adds the line of a key; None if it has none."""
     self._lines[key] = line
     while self._keys and self._keys[0] in self._lines:
       self._pass()
@@ -109,7 +110,7 @@ def results(
   batch: list[PendingPrompt],
   options: GenerateOptions,
 ) -> list[GenerateResult]:
-  """Continues the prompts of one batch, in order."""
+  """The results of one batch of prompts, in order."""
   prompts = [prompt.ids for prompt in batch]
   seeds = [options.seed + prompt.index for prompt in batch]
   if not flags.stream and not flags.stop_strings:
@@ -135,7 +136,7 @@ def results(
 
 
 def _show(stream: sessions.Stream, tokenizer: Tokenizer | None) -> None:
-  """Shows text, or ids, as it is committed; Ctrl-C keeps what is there."""
+  """Prints text, or ids, as it is committed, until the end or Ctrl-C."""
   decoder = None if tokenizer is None else tokenizer.stream()
   show = functools.partial(print, end='', file=sys.stderr, flush=True)
   try:

@@ -1,7 +1,7 @@
 """`--mode=demo`: AR and DDTree give the same tokens, in fewer forwards.
 
 First with the oracle on random weights, which shows the mechanism; then with
-the trained pair that ships, which shows what a real drafter gets accepted.
+the trained pair in the package, which shows the acceptance of a real drafter.
 """
 
 from kdtree_jax import api, generation
@@ -24,9 +24,9 @@ READING = (
 
 
 def run(flags: DemoFlags) -> int:
-  """Prints the runs; 1 if their tokens differ.
+  """Prints the runs; returns 1 if their tokens differ.
 
-  Without `--bundle`, the trained pair comes after the oracle's run.
+  Without `--bundle`, the trained pair follows.
   """
   path = flags.bundle or bundled('tiny')
   target = api.load_target(path, 'float32')
@@ -71,7 +71,7 @@ def run(flags: DemoFlags) -> int:
 
 
 def _trained() -> bool:
-  """The pair that ships: real text, a real drafter."""
+  """Shows the trained pair; returns whether all its tokens are equal."""
   path = bundled(demo_pair.TARGET)
   target = api.load_target(path, 'float32')
   drafter = api.load_drafter(bundled(demo_pair.DRAFTER), target)
@@ -84,7 +84,7 @@ def _trained() -> bool:
 def _golden(
   target: api.Target, prompt: list[int], count: int
 ) -> list[list[int]] | None:
-  """The bundle's golden sequence, if it is long enough for an oracle."""
+  """The bundle's golden sequence, if it is long enough for the oracle."""
   tokens = target.golden.get('ar_tokens', ())
   return [[*prompt, *tokens]] if len(tokens) >= count else None
 

@@ -1,4 +1,4 @@
-"""The demo's second part: a trained target and a real drafter on real text."""
+"""The second part of the demo: a trained target and drafter on real text."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def count_words(path):
 def show_pair(
   target: api.Target, drafter: api.LoadedDrafter, tokenizer: Tokenizer
 ) -> bool:
-  """Continues `PROMPT` by AR, chain and DDTree; whether all say the same."""
+  """Continues `PROMPT` by AR, chain and DDTree; whether outputs are equal."""
   prompt = tokenizer.encode(PROMPT)
   print(
     f'trained pair: {target.name}, {_size(target.params)} parameters, and its '
@@ -71,11 +71,11 @@ def show_pair(
 
 
 def _drawing(result: GenerateResult, tokenizer: Tokenizer) -> str:
-  """The tree of the round in which a tree was worth most."""
+  """The tree of the round that gained most from being a tree."""
   rounds = result.rounds or []
   number = max(range(len(rounds)), key=lambda i: _worth(rounds[i]))
   shown = rounds[number]
-  drawn = format_tree(
+  drawing = format_tree(
     [shown.root_token_id, *shown.node_token_ids],
     shown.parents,
     shown.accepted_indices,
@@ -86,12 +86,12 @@ def _drawing(result: GenerateResult, tokenizer: Tokenizer) -> str:
     f'round {number + 1} of {len(rounds)}: the tree from its root, with the '
     "drafter's probability of each token\nand of the path to it; * was "
     f'committed, {len(shown.accepted_indices)} tokens by one target forward\n'
-    f'{_indented(drawn)}'
+    f'{_indented(drawing)}'
   )
 
 
 def _worth(record: RoundRecord) -> tuple[bool, int]:
-  """First whether a second choice was accepted, then how much was."""
+  """Whether a lower-ranked sibling was accepted, and how many tokens were."""
   ranks = sibling_ranks(record.parents)
   second = any(ranks[node] > 0 for node in record.accepted_indices)
   return second, len(record.accepted_indices)

@@ -1,4 +1,4 @@
-"""How a run ends: an exit status, and at most one line on standard error."""
+"""The end of a run: an exit status, at most one line on standard error."""
 
 import contextlib
 import io
@@ -20,24 +20,24 @@ _TOO_LARGE = (
 
 
 def fail(message: str) -> int:
-  """Prints `error: ` and the message on one line; gives the exit status."""
-  with contextlib.suppress(OSError):  # Who closed it does not want to know.
+  """Prints `error: ` and the message as one line; returns the exit status."""
+  with contextlib.suppress(OSError):  # Standard error may be closed.
     print(f'error: {" ".join(message.split())}', file=sys.stderr, flush=True)
   return FAILED
 
 
 def exit_status(work: Callable[[], int]) -> int:
-  """Works, and says in one line what a user can mend.
+  """Runs `work` and prints a user's error as one line.
 
   Args:
-    work: gives the status if all is well.
+    work: returns the status of a run without errors.
 
   Returns:
-    That status; 2 after a line; 130 after Ctrl-C; 0 if a reader of the output,
-    such as head, has seen enough.
+    That status; 2 after an error; 130 after Ctrl-C; 0 if the reader of the
+    output, such as head, has closed it.
 
   Raises:
-    Exception: errors of the program itself.
+    Exception: an error of the program itself.
   """
   if sys.stderr is None:
     # `print` would take standard output instead.
@@ -54,7 +54,7 @@ def _caught(work: Callable[[], int]) -> int:
   except UserError as error:
     return fail(str(error))
   except ValueError as error:
-    # A kernel that was asked for by name says why it cannot run.
+    # From a kernel that was chosen by name and cannot run.
     if not str(error).startswith('implementation:'):
       raise
     return fail(f'--kernels: {error}')
@@ -67,7 +67,7 @@ def _caught(work: Callable[[], int]) -> int:
       raise
     return fail(_TOO_LARGE)
   except BrokenPipeError as error:
-    # On standard error it means that warnings are lost.
+    # If it was standard error, warnings are lost.
     return 0 if _is_unread(sys.stdout) else fail(reason(error))
   except OSError as error:
     if error.filename is None:
@@ -76,7 +76,7 @@ def _caught(work: Callable[[], int]) -> int:
 
 
 def _flushed(status: int) -> int:
-  """The status, once the output has left the program, which else exits 120."""
+  """The status after flushing; Python itself would exit with 120."""
   satisfied = _is_unread(sys.stdout)
   error = _flush(sys.stdout)
   if error and not isinstance(error, BrokenPipeError) and status != FAILED:
@@ -87,7 +87,7 @@ def _flushed(status: int) -> int:
 
 
 class _Output(io.FileIO):
-  """The standard output, whose errors say so."""
+  """The standard output, with errors that name it."""
 
   def write(self, data: Buffer) -> int | None:
     try:
@@ -97,15 +97,15 @@ class _Output(io.FileIO):
 
 
 def _named(stream: TextIO) -> TextIO:
-  """A stream of the same file, if it is one, whose errors name it.
+  """A stream to the same file, if it is one, with errors that name it.
 
-  What its encoding lacks, as paths and texts may hold, is escaped.
+  Escapes characters that its encoding lacks.
   """
   if not isinstance(stream, io.TextIOWrapper):
     return stream
   stream.reconfigure(errors='backslashreplace')
   buffered = isinstance(stream.buffer, io.BufferedWriter)
-  # PYTHONUNBUFFERED has it raw.
+  # Unbuffered under PYTHONUNBUFFERED.
   if not isinstance(
     stream.buffer.raw if buffered else stream.buffer, io.FileIO
   ):
@@ -122,7 +122,7 @@ def _named(stream: TextIO) -> TextIO:
 
 
 def _flush(stream: TextIO) -> OSError | None:
-  """What keeps a stream from being written; it then goes nowhere."""
+  """Flushes; returns the error, after which the stream writes to nothing."""
   try:
     stream.flush()
   except OSError as error:
@@ -134,11 +134,11 @@ def _flush(stream: TextIO) -> OSError | None:
 
 
 def _is_unread(stream: TextIO) -> bool:
-  """Whether a stream is a pipe or a socket that nobody reads any more."""
+  """Whether a stream is a pipe or a socket without a reader."""
   poll = select.poll()
   try:
     poll.register(stream, 0)
-  except OSError:  # It is no file at all.
+  except OSError:  # Not a file.
     return False
   return any(
     event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)

@@ -1,6 +1,6 @@
-"""Flags of the command line: parsed into the dataclass of their mode.
+"""Flags of the command line, parsed into the dataclass of their mode.
 
-A call has flags of its own; of absl's global ones it shares those of logging.
+Each call defines its own flags; of absl's global ones it uses those of logging.
 """
 
 import functools
@@ -17,7 +17,7 @@ from kdtree_jax.modes.options import MODES, Flag, ModeFlags, flags_of
 from kdtree_jax.modes.options.fields import REQUIRED
 
 DEFAULT_MODE = 'demo'
-# Old names, which still work and which no help shows; CHANGELOG.md lists them.
+# Old names, which still work but are not in help; CHANGELOG.md lists them.
 FLAG_ALIASES = {
   'hit_rate': 'acceptance_rate',
   'chain_seed': 'keep_top1_chain',
@@ -25,9 +25,8 @@ FLAG_ALIASES = {
 VALUE_ALIASES = {
   'drafter': {'hit_rate': 'acceptance_rate', 'silent': 'null'},
 }
-# Flags of other engines that would need the history along every path.
+# Flags of other engines that depend on the tokens along each path.
 _NOT_PER_PATH = ('repetition_penalty', 'presence_penalty', 'frequency_penalty')
-_WORDS = {int: 'integer', float: 'number'}
 
 
 def parse(argv: Sequence[str]) -> ModeFlags:
@@ -37,8 +36,8 @@ def parse(argv: Sequence[str]) -> ModeFlags:
     argv: the program's name, then its arguments.
 
   Raises:
-    UserError: a flag that does not exist, that the mode does not use or needs,
-      or a value that it cannot have.
+    UserError: a flag is missing, unknown or not used by the mode, or has a
+      value that is not allowed.
   """
   mode = mode_of(argv)
   values = flags.FlagValues()
@@ -64,19 +63,19 @@ def parse(argv: Sequence[str]) -> ModeFlags:
 
 
 def mode_of(argv: Sequence[str]) -> str:
-  """`--mode` or its default.
+  """The value of `--mode`, or its default.
 
   Raises:
-    UserError: there is no such mode.
+    UserError: no such mode.
   """
   return _first_look(argv)['mode'].value or DEFAULT_MODE
 
 
 def help_mode(argv: Sequence[str]) -> str | None:
-  """The mode whose `--help` is asked for.
+  """The mode of a command line with `--help`.
 
   Returns:
-    '' if the arguments ask for help and name no mode; None if they do not ask.
+    '' if it names no mode; None without `--help`.
   """
   values = _first_look(argv)
   if not values['help'].value:
@@ -85,7 +84,7 @@ def help_mode(argv: Sequence[str]) -> str | None:
 
 
 def _first_look(argv: Sequence[str]) -> flags.FlagValues:
-  """`--mode` and `--help`, whatever else there is."""
+  """Only `--mode` and `--help`; ignores other flags."""
   values = flags.FlagValues()
   _define_mode(values)
   values.set_gnu_getopt(True)
@@ -98,20 +97,20 @@ def _first_look(argv: Sequence[str]) -> flags.FlagValues:
 
 def _define_mode(values: flags.FlagValues) -> None:
   names = tuple(MODES)
-  mode = Flag('mode', str, None, 'What to do.', choices=lambda: names)
+  mode = Flag('mode', str, None, 'The mode.', choices=lambda: names)
   flags.DEFINE_flag(_absl_flag(mode), values)
-  flags.DEFINE_bool('help', False, 'Explains.', values, short_name='h')
+  flags.DEFINE_bool('help', False, 'Show help.', values, short_name='h')
 
 
 def _share_logging(values: flags.FlagValues) -> None:
-  """Adds absl's flags of logging, such as `--verbosity`, not yet given."""
+  """Adds absl's logging flags, such as `--verbosity`, as not given."""
   for each in flags.FLAGS.get_flags_for_module('absl.logging'):
     each.unparse()
     values[each.name] = each
 
 
 class _Parser(flags.ArgumentParser[Any]):
-  """Converts the text of one flag."""
+  """A parser of the value of one flag."""
 
   def __init__(self, convert: Callable[[str], Any]):
     self._convert = convert
@@ -121,7 +120,7 @@ class _Parser(flags.ArgumentParser[Any]):
 
 
 def _absl_flag(each: Flag) -> flags.Flag[Any]:
-  """A flag that is None where it is not given."""
+  """A flag whose value is None if it is not given."""
   if each.kind is bool:
     return flags.BooleanFlag(each.name, None, each.help)
   if each.repeated:
@@ -132,10 +131,10 @@ def _absl_flag(each: Flag) -> flags.Flag[Any]:
 
 
 def _value(each: Flag, text: str) -> Any:
-  """The value that a text stands for.
+  """The value of a flag with this text.
 
   Raises:
-    UserError: names the flag.
+    UserError: the text has another type; names the flag.
   """
   names = each.choices() if each.choices else None
   if each.kind is str:
@@ -143,21 +142,16 @@ def _value(each: Flag, text: str) -> Any:
   if each.kind == tuple[str, ...]:
     return tuple(_name(each.name, item, names) for item in _items(text))
   kind = each.kind
-  is_list = kind not in _WORDS
+  is_list = kind not in (int, float)
   if is_list:
     kind = int if kind == tuple[int, ...] else float
-  word = _WORDS[kind]
-  article = 'an' if kind is int else 'a'
-  wanted = f'{article} {word}'
+  wanted = 'an integer' if kind is int else 'a number'
   if is_list:
-    wanted = f'a comma-separated list of {word}s'
+    wanted = f'a comma-separated list of {wanted.split()[1]}s'
   try:
-    found = (
-      tuple(kind(item) for item in _items(text)) if is_list else kind(text)
-    )
+    return tuple(map(kind, _items(text))) if is_list else kind(text)
   except ValueError:
     raise UserError(f'--{each.name}={_shown(text)} is not {wanted}') from None
-  return found
 
 
 def _items(text: str) -> list[str]:
@@ -172,12 +166,12 @@ def _name(flag: str, text: str, names: Sequence[str] | None) -> str:
 
 
 def _shown(text: str) -> str:
-  """A text as it is, unless it would not be one short line."""
+  """A text, escaped and cut unless it is a short line."""
   return text if text.isprintable() and len(text) <= 80 else show(text)
 
 
 def _reason(error: flags.Error) -> str:
-  """Our own words of a parser's, or absl's."""
+  """The message of our own parser, or else of absl."""
   cause = error.__context__
   return str(cause if isinstance(cause, UserError) else error)
 
@@ -198,7 +192,7 @@ def _unrecognized(error: flags.UnrecognizedFlagError, mode: str) -> str:
 
 
 def _made(options: type[ModeFlags], values: flags.FlagValues) -> ModeFlags:
-  """The dataclass of what was given; its defaults are the rest."""
+  """The flags that are given, and the defaults of the others."""
   found: dict[str, Any] = {}
   for name, each in flags_of(options).items():
     if values[name].present:
@@ -213,10 +207,10 @@ def _made(options: type[ModeFlags], values: flags.FlagValues) -> ModeFlags:
 
 
 def check_paths(options: ModeFlags) -> None:
-  """Refuses flags that name no path, or an input that would be replaced.
+  """Checks all paths, and that the output would not replace an input.
 
   Raises:
-    UserError: names the flag.
+    UserError: a path is not valid, or would be replaced; names the flag.
   """
   for flag, path in (*_paths(options, 'input'), *_paths(options, 'output')):
     check_path(path, flag)
@@ -226,12 +220,12 @@ def check_paths(options: ModeFlags) -> None:
   for flag, path in _paths(options, 'input'):
     if file_kind(path) and os.path.samefile(path, output):
       raise UserError(
-        f'--output={output}: is --{flag}={path}, which it would replace'
+        f'--output={output} is --{flag}={path}, which it would replace'
       )
 
 
 def _paths(options: ModeFlags, path: str) -> Iterator[tuple[str, str]]:
-  """Flags that name paths of a kind, and each path that they name."""
+  """The flags for inputs or for outputs, with each of their paths."""
   for name, each in flags_of(type(options)).items():
     value = getattr(options, name)
     if each.path == path and value is not None:

@@ -1,4 +1,4 @@
-"""`--mode=generate`: continue a prompt by several methods, as JSON lines."""
+"""`--mode=generate`: prompts continued by several methods, as JSON lines."""
 
 import dataclasses
 import sys
@@ -24,10 +24,13 @@ from kdtree_jax.modes.options import GenerateFlags
 from kdtree_jax.modes.status import status
 from kdtree_jax.options import GenerateOptions
 
+# What --dump_trees writes of each tree.
+TREE_FIELDS = ('node_token_ids', 'node_depths', 'parents', 'accepted_indices')
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-  """A method as it is run: one line of the output a prompt and turn."""
+  """A method with its budget: one output line per prompt and turn."""
 
   method: str
   tree_budget: int
@@ -35,55 +38,55 @@ class Variant:
 
 
 def run(flags: GenerateFlags) -> int:
-  """Runs every method and budget; 0 when all are written.
-
-  A line is written when it is done.
+  """Runs every method and budget, and writes each line when it is done.
 
   Raises:
-    UserError: bad input, before anything is compiled; or, when the rest is
-      done, conversations that could not go on.
+    UserError: bad input, before anything is compiled; or, after everything
+      else, conversations that could not be continued.
   """
   check_config(flags)
-  # Wrong flags and prompts show before a long load.
+  # Before a long load, so that wrong flags and prompts fail early.
   options = flags.options
   check_output(flags.output)
   tokenizer = texts.tokenizer_of(flags)
-  talks = texts.talks(flags, tokenizer)
-  first = texts.first_ids(talks, tokenizer, flags.chat)
-  options.sampling([options.seed + len(talks) - 1])
+  dialogues = texts.dialogues(flags, tokenizer)
+  first = texts.first_ids(dialogues, tokenizer, flags.chat)
+  options.sampling([options.seed + len(dialogues) - 1])
   target = target_of(flags, flags.dtype)
-  texts.check_first(talks, first, target, options.capacity)
+  texts.check_first(dialogues, first, target, options.capacity)
   drafter = None
   if set(flags.used_methods) != {'ar'} and flags.drafter is not None:
     drafter = load_drafter(flags, flags.drafter, target, flags.acceptance_rate)
-  served = _Prompts(flags, target, drafter, tokenizer, options, talks, first)
+  generator = _Generator(
+    flags, target, drafter, tokenizer, options, dialogues, first
+  )
   variants = _variants(flags, drafter)
   for variant in variants:
-    served.check(variant)
+    generator.check(variant)
   try:
     with JsonLines(flags.output) as lines:
       for variant in variants:
-        served.run(variant, lines)
+        generator.run(variant, lines)
   finally:
-    if served.warning is not None:
-      print(served.warning, file=sys.stderr)
-  if served.errors:
+    if generator.warning is not None:
+      print(generator.warning, file=sys.stderr)
+  if generator.errors:
     raise UserError(
-      f'{len(served.errors)} conversations could not go on, and their lines '
-      f'have an error; the first: {served.errors[0]}'
+      f'{len(generator.errors)} conversations could not be continued, as their '
+      f'lines state; the first error: {generator.errors[0]}'
     )
   return 0
 
 
 @dataclasses.dataclass
-class _Prompts:
-  """The prompts, and all that stays the same from method to method.
+class _Generator:
+  """Models, prompts and options, which all methods share.
 
   Attributes:
-    talks: after their first turn.
-    first: token ids of it.
-    errors: of conversations that could not go on.
-    warning: about the drafter, or None.
+    dialogues: dialogues with the message of their first turn.
+    first: token ids of the first turns.
+    errors: messages about conversations that could not be continued.
+    warning: a warning about the drafter, or None.
   """
 
   flags: GenerateFlags
@@ -91,22 +94,22 @@ class _Prompts:
   drafter: api.LoadedDrafter | None
   tokenizer: Tokenizer | None
   options: GenerateOptions
-  talks: list[texts.Talk]
+  dialogues: list[texts.Dialogue]
   first: list[list[int]]
   errors: list[str] = dataclasses.field(default_factory=list)
   warning: str | None = None
 
   def check(self, variant: Variant) -> None:
-    """Refuses what no program can have, before one is compiled."""
+    """Refuses options that no program has, before one is compiled."""
     longest = max(map(len, self.first))
     generation.make_engine(
       self.target, self._used(variant), longest, self._options(variant)
     )
 
   def run(self, variant: Variant, lines: JsonLines) -> None:
-    """Writes the lines of one method, in the order of the prompts."""
-    count = range(len(self.talks))
-    # Alone, a conversation ends before the next begins.
+    """Writes the lines of one method in the order of the prompts."""
+    count = range(len(self.dialogues))
+    # At batch size 1, a conversation ends before the next begins.
     alone = self.flags.batch_size == 1
     keys = [(i, turn) for i in count for turn in range(self._turns(i))]
     with decoding.InOrder(keys, lines.write) as done:
@@ -116,47 +119,54 @@ class _Prompts:
   def _run_group(
     self, variant: Variant, group: Iterable[int], done: decoding.InOrder
   ) -> None:
-    """Some conversations, turn by turn."""
+    """Continues some conversations, turn by turn."""
     options, size = self._options(variant), self.flags.batch_size
-    limit = self.target.config.max_position_embeddings
-    talks = {i: self.talks[i].copy() for i in group}
-    for turn in range(max(map(self._turns, talks))):
-      pending = self._pending(variant, talks, turn, done)
-      for capacity, batch in decoding.batches(pending, size, options, limit):
+    drafter = self._used(variant)
+    max_length = self.target.config.max_position_embeddings
+    dialogues = {i: self.dialogues[i].copy() for i in group}
+    for turn in range(max(map(self._turns, dialogues))):
+      pending = self._pending(variant, dialogues, turn, done)
+      for capacity, batch in decoding.batches(
+        pending, size, options, max_length
+      ):
         label = f'{variant.method}, budget {variant.tree_budget}, turn {turn}: '
         with status(f'{label}{len(batch)} at capacity {capacity}'):
           found = decoding.results(
             self.flags,
             self.target,
-            self._used(variant),
+            drafter,
             self.tokenizer,
             batch,
             dataclasses.replace(options, capacity=capacity),
           )
         for prompt, result in zip(batch, found, strict=True):
-          line = self._line(variant, talks[prompt.index], prompt.index, result)
+          line = self._line(
+            variant, dialogues[prompt.index], prompt.index, result
+          )
           done.add((prompt.index, turn), line | {'turn': turn})
-        used = self._used(variant)
-        self.warning = self.warning or mismatch(used, found)
-        self.warning = self.warning or ends_early(self.target, used, found)
+        self.warning = (
+          self.warning
+          or mismatch(drafter, found)
+          or ends_early(self.target, drafter, found)
+        )
 
   def _pending(
     self,
     variant: Variant,
-    talks: dict[int, texts.Talk],
+    dialogues: dict[int, texts.Dialogue],
     turn: int,
     done: decoding.InOrder,
   ) -> list[decoding.PendingPrompt]:
-    """A turn of all conversations that have one; drops those that fail."""
+    """The prompts of one turn; removes conversations that fail."""
     pending = []
-    for i in [i for i in talks if turn < self._turns(i)]:
-      prompt = talks[i].prompt
+    for i in [i for i in dialogues if turn < self._turns(i)]:
+      prompt = dialogues[i].prompt
       try:
         with texts.naming(prompt.where, prompt.id):
-          ids = self._ids(talks[i], i, turn)
+          ids = self._ids(dialogues[i], i, turn)
           pending.append(decoding.PendingPrompt(i, ids))
       except UserError as error:
-        del talks[i]
+        del dialogues[i]
         self.errors.append(f'{error}, turn {turn}')
         head = {'method': variant.method, 'tree_budget': variant.tree_budget}
         line = {'id': prompt.id, 'turn': turn, 'error': str(error)}
@@ -165,25 +175,29 @@ class _Prompts:
           done.add((i, later), None)
     return pending
 
-  def _ids(self, talk: texts.Talk, index: int, turn: int) -> list[int]:
+  def _ids(self, dialogue: texts.Dialogue, index: int, turn: int) -> list[int]:
     if turn == 0:
       return self.first[index]
-    ids = texts.next_ids(talk, turn, self.tokenizer, self.flags.chat)
+    ids = texts.next_ids(dialogue, turn, self.tokenizer, self.flags.chat)
     texts.check_fit(ids, self.target, self.options.capacity)
     return ids
 
   def _line(
-    self, variant: Variant, talk: texts.Talk, index: int, result: GenerateResult
+    self,
+    variant: Variant,
+    dialogue: texts.Dialogue,
+    index: int,
+    result: GenerateResult,
   ) -> dict[str, Any]:
-    """The record of a turn, whose text becomes part of the talk."""
+    """The record of a turn, whose text is appended to the dialogue."""
     stops = self.flags.stop_strings
-    text = texts.answer(talk, result, self.tokenizer, stops)
+    text = texts.answer(dialogue, result, self.tokenizer, stops)
     temperature, seed = self.options.temperature, self.options.seed + index
     line = record(variant, result, self._used(variant), temperature, seed)
-    return line | {'id': talk.prompt.id, 'text': text}
+    return line | {'id': dialogue.prompt.id, 'text': text}
 
   def _turns(self, index: int) -> int:
-    return max(1, len(self.talks[index].prompt.turns))
+    return max(1, len(self.dialogues[index].prompt.turns))
 
   def _used(self, variant: Variant) -> api.LoadedDrafter | None:
     return None if variant.method == 'ar' else self.drafter
@@ -204,6 +218,7 @@ def record(
   seed: int,
 ) -> dict[str, Any]:
   """One JSON object; every list is in the order of the rounds."""
+  drafts = drafted_rounds(drafter, result) if variant.tree_budget else 0
   line: dict[str, Any] = {
     'method': variant.method,
     'tree_budget': variant.tree_budget,
@@ -215,9 +230,7 @@ def record(
     'output_ids': result.output_ids,
     'acceptance_lengths': result.acceptance_lengths,
     'target_forwards': result.target_forwards,
-    'draft_forwards': drafted_rounds(drafter, result)
-    if variant.tree_budget
-    else 0,
+    'draft_forwards': drafts,
     'stop_reason': result.stop_reason,
     'seconds': {
       'prefill': result.seconds.prefill,
@@ -226,12 +239,7 @@ def record(
   }
   if result.rounds is not None:
     line['trees'] = [
-      {
-        'node_token_ids': tree.node_token_ids,
-        'node_depths': tree.node_depths,
-        'parents': tree.parents,
-        'accepted_indices': tree.accepted_indices,
-      }
+      {name: getattr(tree, name) for name in TREE_FIELDS}
       for tree in result.rounds
     ]
   return line
@@ -240,7 +248,7 @@ def record(
 def _variants(
   flags: GenerateFlags, drafter: api.LoadedDrafter | None
 ) -> list[Variant]:
-  """What to do in order: AR and the chain once, DDTree once a budget."""
+  """The variants in order; DDTree has one for each budget."""
   found = []
   for method in flags.used_methods:
     if method == 'ddtree':

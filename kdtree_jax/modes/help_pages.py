@@ -1,4 +1,4 @@
-"""What `--help` prints: a page that teaches, and a page for every mode."""
+"""The pages of `--help`: an introduction, and one for every mode."""
 
 import inspect
 import textwrap
@@ -20,11 +20,11 @@ _KINDS = {
 
 
 def page(mode: str, introduction: str) -> str:
-  """The page of a mode, or the first one.
+  """The page of a mode, or the introduction.
 
   Args:
-    mode: its name; '' for the first page.
-    introduction: with which the first page begins.
+    mode: name of the mode; '' for the introduction.
+    introduction: text with which the introduction begins.
   """
   return '\n'.join(_of_mode(MODES[mode]) if mode else _first(introduction))
 
@@ -62,7 +62,7 @@ def _purpose(options: type[ModeFlags]) -> list[str]:
 
 
 def _entry(flag: Flag) -> Iterator[str]:
-  """A flag with its type, its help and its default."""
+  """The lines of a flag: its name, type, help and default."""
   prefix = f'--[no]{flag.name}' if flag.kind is bool else f'--{flag.name}='
   kind = '' if flag.kind is bool else _KINDS[flag.kind]
   if flag.path:
@@ -90,7 +90,7 @@ def _details(flag: Flag) -> Iterator[str]:
 
 
 def _shown(default: Any) -> str:
-  """A default as one would give it."""
+  """A default as on a command line."""
   if isinstance(default, bool):
     return 'yes' if default else 'no'
   if isinstance(default, tuple):

@@ -1,4 +1,4 @@
-"""`--mode=inspect`: what is in a bundle or a checkpoint."""
+"""`--mode=inspect`: the contents of a bundle or a checkpoint."""
 
 import collections
 import dataclasses
@@ -48,7 +48,7 @@ _EXPERT = re.compile(r'(.*\.experts\.)([0-9]+)(\..*)')
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """One line of the table: one tensor, or the same one of many experts."""
+  """A row of the table: a tensor, or that of several experts."""
 
   name: str
   dtype: str
@@ -65,7 +65,7 @@ class _Row:
 
 
 def run(flags: InspectFlags) -> int:
-  """Prints the description of `--target`."""
+  """Prints a description of `--target`."""
   print(describe(flags.target))
   return 0
 
@@ -73,8 +73,8 @@ def run(flags: InspectFlags) -> int:
 def describe(path: os.PathLike | str) -> str:
   """Describes a `.kdtr` bundle or the folder of a checkpoint.
 
-  Of a checkpoint only configs and headers are read. A bundle is read whole,
-  because it is valid only if all of its digests are.
+  Reads only configs and headers of a checkpoint, but all of a bundle, to check
+  its digests.
 
   Args:
     path: a `.kdtr` file, or a folder with a target or a DFlash drafter.
@@ -83,7 +83,7 @@ def describe(path: os.PathLike | str) -> str:
     Lines of `key: value`, then a table of tensors; no trailing newline.
 
   Raises:
-    UserError: neither of the two, or one that does not load.
+    UserError: the path is neither, or cannot be loaded.
   """
   path = pathlib.Path(path)
   kind = file_kind(path)
@@ -146,10 +146,10 @@ def _describe_drafter(path: pathlib.Path, raw: dict[str, Any]) -> list[str]:
 def _without_last(
   config: DrafterConfig, source: TensorSource, raw: dict[str, Any], where: str
 ) -> DrafterConfig:
-  """The config for a target that ends at the last layer id, if `fc` says so.
+  """The config without its last layer id, if `fc` is too narrow for it.
 
-  In speculators' layout that id is no tap; only the width of `fc`, one hidden
-  size a tap, tells where the target is unknown.
+  In speculators' layout that id may be the end of the target instead of a tap.
+  Without the target, only the width of `fc`, one hidden size per tap, shows it.
   """
   widths = [
     source.shape(name)[-1]
@@ -251,12 +251,12 @@ def _rope_line(c: ModelConfig | DrafterConfig) -> str:
 
 
 def _stop_lines(stops: StopIds) -> list[str]:
-  """The union, and below it which of them each place states."""
+  """All stop ids, then those of each source."""
   lines = [f'stop ids: {", ".join(map(str, stops.ids)) or "none"}']
   for source, ids in stops.sources.items():
     lines.append(f'  by {source}: {", ".join(map(str, ids))}')
   if stops.problem is not None:
-    lines.append(f'  the tokenizer was not asked: {stops.problem}')
+    lines.append(f'  the tokenizer was not read: {stops.problem}')
   return lines
 
 
@@ -277,14 +277,14 @@ def _golden_line(bundle: Bundle) -> str:
 
 
 def _size_lines(rows: list[_Row], config: ModelConfig | None) -> list[str]:
-  """Parameters and bytes; `config` is that of a target."""
+  """Counts of parameters and bytes; `config` is None for a drafter."""
   sizes, kinds = collections.Counter(), collections.Counter()
   for row in rows:
     sizes[row.dtype] += row.bytes
     kinds[_kind(row.name)] += row.bytes
   lines = [f'bytes: {_amounts(sizes)}']
   if config is None:
-    # The maps of a vocabulary of its own are no parameters.
+    # Integer maps between two vocabularies are not parameters.
     total = sum(row.values for row in rows if row.dtype in FLOAT_DTYPES)
     return [f'parameters: {total:,}', *lines]
   total = num_parameters(config)
@@ -302,7 +302,7 @@ def _amounts(counter: collections.Counter) -> str:
 
 
 def _kind(name: str) -> str:
-  """What a tensor of a target is part of."""
+  """The part of the target that a tensor belongs to."""
   for part, kind in (
     ('norm.', 'norms'),
     ('.self_attn.', 'attention'),
@@ -317,22 +317,22 @@ def _kind(name: str) -> str:
 
 
 def _fit_line(rows: list[_Row]) -> str:
-  """Whether the weights, as they are stored, fit the default device."""
+  """A line that compares the stored weights with the device's memory."""
   device = jax.local_devices()[0]
   stats = device.memory_stats() or {}
-  limit = stats.get('bytes_limit')
-  if limit is None:
-    limit = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  memory = stats.get('bytes_limit')
+  if memory is None:
+    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
   need = sum(row.bytes for row in rows)
-  verdict = 'fit' if need < limit else 'DO NOT FIT'
+  verdict = 'fit' if need < memory else 'DO NOT FIT'
   return (
     f'memory: weights of {need / 2**30:,.2f} GiB as stored {verdict} the '
-    f'{limit / 2**30:,.1f} GiB of {device.device_kind}; the cache comes on top'
+    f'{memory / 2**30:,.1f} GiB of {device.device_kind}; the cache comes on top'
   )
 
 
 def _rows(source: TensorSource, names: Iterable[str]) -> list[_Row]:
-  """The table's rows in the model's order, a layer's experts folded."""
+  """Rows in the order of the model, with one row for a layer's experts."""
   groups = collections.defaultdict(list)
   for name in sorted(names, key=_natural):
     dtype, shape = source.dtype(name), source.shape(name)
@@ -350,7 +350,7 @@ def _rows(source: TensorSource, names: Iterable[str]) -> list[_Row]:
 
 
 def _natural(name: str) -> tuple:
-  """Sorts layer 10 behind layer 9."""
+  """A sort key that puts layer 10 after layer 9."""
   return tuple(
     (0, int(part), '') if part.isdecimal() else (1, 0, part)
     for part in name.split('.')
@@ -358,14 +358,14 @@ def _natural(name: str) -> tuple:
 
 
 def _span(numbers: list[int]) -> str:
-  """`0..15`, or a list where some are missing."""
+  """Numbers as a range such as `0..15`, or as a list with gaps."""
   if numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1:
     return f'{numbers[0]}..{numbers[-1]}'
   return ','.join(map(str, numbers))
 
 
 def _table(rows: list[_Row], prefix: str = '') -> list[str]:
-  """A table as wide as the terminal, or 80 columns; long names are folded."""
+  """A table as wide as the terminal, or 80 columns; wraps long names."""
   table = rich.table.Table(box=None, pad_edge=False, padding=(0, 1))
   table.add_column(f'{prefix}tensor', overflow='fold')
   for title in ('dtype', 'shape'):

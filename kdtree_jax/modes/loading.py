@@ -1,4 +1,4 @@
-"""Loading as a user sees it: a bar of bytes, and a word about a bad pair."""
+"""Loading for modes: a progress bar, and warnings about a drafter."""
 
 import contextlib
 import itertools
@@ -17,19 +17,20 @@ from kdtree_jax.modes.status import status
 from kdtree_jax.named_configs import load_config
 from kdtree_jax.training.corpus import Corpus
 
-# A drafter that is refused so often in a row is probably another target's.
+# Rounds in a row without an accepted token, after which the drafter is
+# probably one for another target.
 PATIENCE = 32
 
 
 @contextlib.contextmanager
 def loading(path: str) -> Iterator[Progress | None]:
-  """A progress bar with bytes and rate on a terminal, nothing elsewhere.
+  """A progress bar of bytes on a terminal, nothing elsewhere.
 
   Args:
-    path: a file or a folder, whose safetensors files are the whole.
+    path: a file, or a folder of safetensors files.
 
   Yields:
-    What to call with the bytes of each tensor that was read.
+    A function of the number of bytes just read, or None.
   """
   if not sys.stderr.isatty():
     yield None
@@ -57,28 +58,24 @@ def _size(path: pathlib.Path) -> int | None:
 
 
 def load_target(path: str, dtype: str, weights: str) -> api.Target:
-  """`api.load_target`, with a bar on a terminal."""
+  """`api.load_target` with a progress bar."""
   with loading(path) as progress:
     return api.load_target(path, dtype, weights, progress)
 
 
 def target_of(flags: TargetFlags, dtype: str) -> api.Target:
-  """`--target` or `--config`, in the form that the flags ask for."""
+  """The target of `--target` or `--config`."""
   if flags.target is not None:
     return load_target(flags.target, dtype, flags.weights)
   with status('making random weights'):
-    return api.random_target(_config(flags), dtype, flags.layers)
+    assert flags.config is not None  # Checked by TargetFlags.
+    return api.random_target(flags.config, dtype, flags.layers)
 
 
 def check_config(flags: TargetFlags) -> None:
-  """Refuses a file of `--config` that cannot be run, before other work."""
+  """Checks the file of `--config` before other work."""
   if flags.config is not None:
     load_config(flags.config)
-
-
-def _config(flags: TargetFlags) -> str:
-  assert flags.config is not None  # The flags are one or the other.
-  return flags.config
 
 
 def load_drafter(
@@ -87,7 +84,7 @@ def load_drafter(
   target: api.Target,
   acceptance_rate: float | None = None,
 ) -> api.LoadedDrafter:
-  """`--drafter`, for a target."""
+  """The drafter of `--drafter`, with a message on a terminal."""
   with status('loading the drafter'):
     return api.load_drafter(
       name,
@@ -99,19 +96,19 @@ def load_drafter(
 
 
 def check_pair(corpus: Corpus, target: api.Target) -> None:
-  """Refuses a corpus that is not in the target's tokens.
+  """Checks that a corpus is in the target's tokens.
 
-  A target without a tokenizer cannot be asked; a line says so.
+  Warns if the target has no tokenizer to compare.
 
   Raises:
-    UserError: names both.
+    UserError: it is not; names both.
   """
   corpus.check_vocabulary(target.config.vocab_size)
   corpus.check_tokenizer(target.tokenizer, target.name)
   if not target.tokenizer:
     print(
-      f'warning: the target {target.name} has no tokenizer; whether '
-      f'--corpus={corpus.folder} is in its tokens cannot be told',
+      f'warning: the target {target.name} has no tokenizer, so it is '
+      f'not checked that --corpus={corpus.folder} is in its tokens',
       file=sys.stderr,
     )
 
@@ -119,9 +116,9 @@ def check_pair(corpus: Corpus, target: api.Target) -> None:
 def mismatch(
   drafter: api.LoadedDrafter | None, results: Sequence[GenerateResult]
 ) -> str | None:
-  """A warning if a trained drafter was refused `PATIENCE` times in a row.
+  """A warning if no draft was accepted in `PATIENCE` rounds in a row.
 
-  Stubs and untrained drafters are known by name and may be refused.
+  None for stubs and untrained drafters, which have names instead of paths.
   """
   if drafter is None or not pathlib.Path(drafter.name).exists():
     return None
@@ -148,14 +145,14 @@ def ends_early(
   drafter: api.LoadedDrafter | None,
   results: Sequence[GenerateResult],
 ) -> str | None:
-  """A warning if texts outgrew the positions that the drafter has.
+  """A warning if texts are longer than the drafter's positions.
 
-  Not at the target's own last positions, where no block fits any more.
+  None if the target has no more positions than the drafter.
   """
   if drafter is None:
     return None
-  limit = drafter.drafter.max_positions
-  if limit is None or limit >= target.config.max_position_embeddings:
+  positions = drafter.drafter.max_positions
+  if positions is None or positions >= target.config.max_position_embeddings:
     return None
   alone = sum(
     result.target_forwards - drafted_rounds(drafter, result)
@@ -164,7 +161,7 @@ def ends_early(
   if not alone:
     return None
   return (
-    f'warning: drafter {drafter.name} drafts within its first {limit} '
+    f'warning: drafter {drafter.name} drafts within its first {positions} '
     f'positions (max_position_embeddings); {alone} tokens beyond them were '
     'decoded by the target alone'
   )
@@ -173,12 +170,12 @@ def ends_early(
 def drafted_rounds(
   drafter: api.LoadedDrafter | None, result: GenerateResult
 ) -> int:
-  """Rounds that began where the drafter still has positions for a block."""
+  """The number of rounds within the drafter's positions."""
   if drafter is None:
     return 0
-  limit, lengths = drafter.drafter.max_positions, result.acceptance_lengths
-  if limit is None:
+  positions, lengths = drafter.drafter.max_positions, result.acceptance_lengths
+  if positions is None:
     return len(lengths)
   starts = itertools.accumulate(lengths, initial=len(result.prompt_ids))
   pairs = zip(starts, lengths, strict=False)
-  return sum(start + drafter.block_size <= limit for start, _ in pairs)
+  return sum(start + drafter.block_size <= positions for start, _ in pairs)

@@ -1,4 +1,4 @@
-"""`--mode=make_bundle`: a variant with random weights and golden answers."""
+"""`--mode=make_bundle`: a bundle with random weights and golden outputs."""
 
 import hashlib
 
@@ -14,12 +14,12 @@ from kdtree_jax.named_configs import load_config
 
 PROMPT_LENGTH = 8
 GOLDEN_TOKENS = 128
-# What NumPy generates and decodes in a minute.
+# NumPy makes weights and decodes in a minute up to this size.
 MAX_PARAMETERS = 50_000_000
 
 
 def run(flags: MakeBundleFlags) -> int:
-  """Writes `--output`, by default `<variant>.kdtr` in this folder."""
+  """Writes the bundle to `--output`, by default `<variant>.kdtr`."""
   variant, path = flags.variant, flags.output
   if path is None:
     path = f'{variant}.kdtr'
@@ -35,17 +35,17 @@ def run(flags: MakeBundleFlags) -> int:
 
 
 def make_bundle(variant: str, seed: int | None = None) -> Bundle:
-  """Weights, prompt and answers of `configs/<variant>.py`.
+  """A bundle with weights, prompt and outputs for `configs/<variant>.py`.
 
-  Everything comes from the NumPy reference, so the answers are independent of
-  the engine that will be checked against them.
+  All of it comes from the NumPy reference, so that the outputs can check the
+  engine.
 
   Args:
     variant: name of a config.
-    seed: of weights and prompt; default: derived from the name.
+    seed: seed of weights and prompt; default: derived from the name.
 
   Raises:
-    UserError: no such variant, or one at the full size of a real model.
+    UserError: no such variant, or a model that is too large.
   """
   model = load_config(variant)
   if not can_generate(model):
@@ -74,5 +74,5 @@ def make_bundle(variant: str, seed: int | None = None) -> Bundle:
 
 
 def can_generate(config: ModelConfig) -> bool:
-  """Whether a bundle of this size can be made here."""
+  """Whether NumPy can make a bundle of this size."""
   return num_parameters(config) <= MAX_PARAMETERS

@@ -1,4 +1,4 @@
-"""`--mode=make_corpus`: local sources to a tokenizer and token streams."""
+"""`--mode=make_corpus`: a tokenizer and token streams of local sources."""
 
 import pathlib
 
@@ -9,7 +9,7 @@ from kdtree_jax.training.build import build_corpus
 
 
 def run(flags: MakeCorpusFlags) -> int:
-  """Writes the folder `--output`."""
+  """Writes the corpus to the folder `--output`."""
   folders, output = flags.corpus_sources, flags.output
   check_output(output, folder=True)
   with status(f'reading {", ".join(folders)}'):

@@ -1,4 +1,4 @@
-"""Where JAX keeps what it compiled."""
+"""The folder in which JAX keeps compiled programs."""
 
 import os
 import pathlib
@@ -7,9 +7,9 @@ import jax
 
 
 def keep_compiled_programs() -> None:
-  """Turns JAX's cache on disk on, unless its own settings name a folder.
+  """Enables JAX's cache on disk, unless JAX's settings name a folder.
 
-  Where no folder can be made, nothing is kept.
+  Does nothing if the folder cannot be made.
   """
   if jax.config.jax_compilation_cache_dir is not None:
     return
@@ -18,8 +18,8 @@ def keep_compiled_programs() -> None:
     folder = pathlib.Path(caches or pathlib.Path.home() / '.cache')
     folder = folder / 'kdtree_jax'
     folder.mkdir(parents=True, exist_ok=True)
-  except (OSError, RuntimeError):  # Read-only, or a user without a home.
+  except (OSError, RuntimeError):  # Read-only, or no home folder.
     return
   jax.config.update('jax_compilation_cache_dir', str(folder))
-  # The default of a second forgets most of what a small model compiles.
+  # The default of a second leaves out most programs of a small model.
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)

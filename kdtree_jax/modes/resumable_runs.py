@@ -1,4 +1,4 @@
-"""What many runs need: prompts, resuming, batches, a bar."""
+"""Prompts, batches, progress and continuation of measurements in a file."""
 
 import contextlib
 import hashlib
@@ -21,17 +21,17 @@ from kdtree_jax.io.tokenizer import Tokenizer, load_tokenizer
 from kdtree_jax.modes import texts
 from kdtree_jax.modes.flags import FLAG_ALIASES
 from kdtree_jax.modes.options import BenchAcceptanceFlags
-from kdtree_jax.training.corpus import Corpus, read_corpus
+from kdtree_jax.training.corpus import Corpus
 
 
 class Passage(NamedTuple):
-  """A prompt, perhaps with the text that it comes from.
+  """A prompt, perhaps with the text it begins.
 
   Attributes:
-    id: where it is from.
-    ids: the prompt's tokens.
-    text: the prompt and what really follows, or None.
-    where: its file and line; None: it is from no file of prompts.
+    id: its place in the corpus, or its id in the file of prompts.
+    ids: tokens of the prompt.
+    text: tokens of the prompt and its real continuation, or None.
+    where: its file and line in a file of prompts, or None.
   """
 
   id: str | int
@@ -40,25 +40,24 @@ class Passage(NamedTuple):
   where: str | None = None
 
 
-def corpus_of(flags: BenchAcceptanceFlags) -> Corpus | None:
-  """`--corpus`, None without; whether it fits the target is not asked."""
-  return None if flags.corpus is None else read_corpus(flags.corpus)
-
-
 def passages(
   flags: BenchAcceptanceFlags, corpus: Corpus | None
 ) -> tuple[list[Passage], Tokenizer | None]:
   """The prompts of `--prompts`, or passages of the test split of `--corpus`.
 
-  Those are cut from different documents, at places that depend on nothing but
-  the corpus and the sizes.
+  Passages come from different documents, at places that depend only on the
+  corpus and the lengths.
 
   Args:
-    flags: which.
-    corpus: that of `--corpus`.
+    flags: name the prompts.
+    corpus: the corpus of `--corpus`.
+
+  Returns:
+    The prompts and the tokenizer.
 
   Raises:
-    UserError: the target has no tokenizer, or the corpus no such text.
+    UserError: the target has no tokenizer, or the corpus no text of that
+      length.
   """
   if corpus is None:
     tokenizer = load_tokenizer(flags.target)
@@ -67,11 +66,11 @@ def passages(
         f'--prompts needs a tokenizer, and {flags.target} has none; use '
         '--corpus'
       )
-    talks = texts.talks_in(str(flags.prompts))
-    ids = texts.first_ids(talks, tokenizer, False)
+    dialogues = texts.dialogues_in(str(flags.prompts))
+    ids = texts.first_ids(dialogues, tokenizer, False)
     found = [
-      Passage(talk.prompt.id, prompt, None, talk.prompt.where)
-      for talk, prompt in zip(talks, ids, strict=True)
+      Passage(dialogue.prompt.id, prompt, None, dialogue.prompt.where)
+      for dialogue, prompt in zip(dialogues, ids, strict=True)
     ]
     return found, tokenizer
   length = flags.prompt_length
@@ -87,7 +86,7 @@ def passages(
       f'--corpus={flags.corpus}: no test document has {need} tokens; lower '
       '--prompt_length or --max_new_tokens'
     )
-  # A larger number begins with the same passages.
+  # A larger --num_prompts begins with the same passages.
   found = []
   for at in rng.permutation(len(long))[: flags.num_prompts]:
     index, document = long[at]
@@ -98,10 +97,7 @@ def passages(
 
 
 def fingerprint(target: api.Target, drafter: api.LoadedDrafter) -> str:
-  """Tells one pair of models from another, whatever it is called.
-
-  By all weights as they are loaded, and by both architectures.
-  """
+  """A digest of a pair: its architectures and its weights as loaded."""
   digest = hashlib.sha256(repr((target.config, drafter.drafter)).encode())
   for params in (target.params, drafter.params):
     digest.update(weights_digest(params).encode())
@@ -111,12 +107,12 @@ def fingerprint(target: api.Target, drafter: api.LoadedDrafter) -> str:
 def read_runs(
   path: str | None, common: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-  """The lines of an earlier call that is to be continued; none: no file.
+  """The lines of an earlier call that this one continues; none without a file.
 
   Raises:
-    UserError: a line is no run, or is one of another set-up.
+    UserError: a line is not a run, or has other settings.
   """
-  # What is no regular file is only written.
+  # Other kinds of files are only written.
   if path is None or file_kind(path) != 'file':
     return []
   records = []
@@ -134,10 +130,10 @@ def read_runs(
 
 
 def batches[T](jobs: Sequence[T], size: int) -> Iterator[tuple[list[T], int]]:
-  """Batches of one width, so that one program serves them all.
+  """Batches of one width, which share a program.
 
   Yields:
-    Jobs, and how many of them count: the last batch is filled up.
+    Jobs, and how many of them count; the last batch is padded.
   """
   if not jobs:
     return
@@ -150,10 +146,10 @@ def batches[T](jobs: Sequence[T], size: int) -> Iterator[tuple[list[T], int]]:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[int, str | None], None]]:
-  """A bar on a terminal; elsewhere a line for what is worth one.
+  """A progress bar on a terminal; elsewhere only lines.
 
   Yields:
-    What to call with the runs that were made and perhaps a line about them.
+    A function of the number of new runs and a line to print, or None.
   """
   bar = rich.progress.Progress(
     *rich.progress.Progress.get_default_columns(),

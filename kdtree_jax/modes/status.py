@@ -1,4 +1,4 @@
-"""A word on a terminal about work that takes a while."""
+"""A message on a terminal during long work."""
 
 import contextlib
 import sys

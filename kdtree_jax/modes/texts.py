@@ -1,4 +1,4 @@
-"""Prompts from flags and files, as token ids; and text for results."""
+"""Prompts from flags and files as token ids, and the text of results."""
 
 import contextlib
 import dataclasses
@@ -15,14 +15,14 @@ from kdtree_jax.modes.options.generating import AuditFlags, GenerateFlags
 
 
 @dataclasses.dataclass
-class Talk:
-  """One prompt by one method: what was said so far, turn by turn.
+class Dialogue:
+  """A prompt with its messages so far, for one method.
 
   Attributes:
-    prompt: with the user's turns; without any if ids were given.
-    ids: token ids that were given in the place of text, or None.
-    parse_special: special tokens in messages are tokens, not text.
-    messages: of the chat, the model's answers included.
+    prompt: the user's turns; none if `ids` are given.
+    ids: token ids in place of text, or None.
+    parse_special: whether special tokens in messages are tokens, not text.
+    messages: messages of the chat, with the model's answers.
   """
 
   prompt: Prompt
@@ -30,21 +30,21 @@ class Talk:
   parse_special: bool = False
   messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
-  def copy(self) -> 'Talk':
-    """The same talk, which goes on by itself."""
+  def copy(self) -> 'Dialogue':
+    """A copy with its own list of messages."""
     return dataclasses.replace(self, messages=list(self.messages))
 
 
-def talks(
+def dialogues(
   flags: GenerateFlags | AuditFlags, tokenizer: Tokenizer | None
-) -> list[Talk]:
-  """The prompts that the flags name, each with nothing said yet.
+) -> list[Dialogue]:
+  """The prompts that the flags name, without messages yet.
 
   Raises:
     UserError: no tokenizer, or turns without `--chat`.
   """
   if flags.prompt_ids is not None:
-    return [Talk(Prompt(0, ()), list(flags.prompt_ids))]
+    return [Dialogue(Prompt(0, ()), list(flags.prompt_ids))]
   if tokenizer is None:
     flag = 'prompts' if flags.prompt is None else 'prompt'
     raise UserError(
@@ -53,17 +53,17 @@ def talks(
     )
   special = flags.parse_special_in_messages
   if flags.prompts is not None:
-    return talks_in(flags.prompts, flags.chat, special)
-  return [Talk(Prompt(0, (flags.prompt or '',)), None, special)]
+    return dialogues_in(flags.prompts, flags.chat, special)
+  return [Dialogue(Prompt(0, (flags.prompt or '',)), None, special)]
 
 
-def talks_in(
+def dialogues_in(
   path: str, chat: bool = False, parse_special: bool = False
-) -> list[Talk]:
-  """The prompts of a file, each with nothing said yet.
+) -> list[Dialogue]:
+  """The prompts of a file, without messages yet.
 
   Raises:
-    UserError: it cannot be read, or has turns that need a chat.
+    UserError: it cannot be read, or has several turns without a chat.
   """
   found = read_prompts(path)
   for prompt in found:
@@ -72,52 +72,52 @@ def talks_in(
         f'--prompts={path}: prompt {prompt.id!r} has {len(prompt.turns)} '
         'turns, which need --chat'
       )
-  return [Talk(prompt, None, parse_special) for prompt in found]
+  return [Dialogue(prompt, None, parse_special) for prompt in found]
 
 
 def first_ids(
-  talks: Sequence[Talk], tokenizer: Tokenizer | None, chat: bool
+  dialogues: Sequence[Dialogue], tokenizer: Tokenizer | None, chat: bool
 ) -> list[list[int]]:
-  """Token ids of every first turn, which becomes part of its talk.
+  """Token ids of the first turns, whose messages the dialogues then have.
 
   Raises:
-    UserError: a text that cannot be encoded; names its line.
+    UserError: a text cannot be encoded; names its line.
   """
   found = []
-  for talk in talks:
-    with naming(talk.prompt.where, talk.prompt.id):
-      found.append(next_ids(talk, 0, tokenizer, chat))
+  for dialogue in dialogues:
+    with naming(dialogue.prompt.where, dialogue.prompt.id):
+      found.append(next_ids(dialogue, 0, tokenizer, chat))
   return found
 
 
 def check_first(
-  talks: Sequence[Talk],
+  dialogues: Sequence[Dialogue],
   ids: Sequence[Sequence[int]],
   target: api.Target,
   capacity: int | None,
 ) -> None:
-  """Refuses first turns that do not fit the target or the capacity.
+  """Checks that first turns fit the target and the capacity.
 
   Raises:
-    UserError: names the line.
+    UserError: one does not; names its line.
   """
-  for talk, turn in zip(talks, ids, strict=True):
-    with naming(talk.prompt.where, talk.prompt.id):
+  for dialogue, turn in zip(dialogues, ids, strict=True):
+    with naming(dialogue.prompt.where, dialogue.prompt.id):
       check_fit(turn, target, capacity)
 
 
 def check_fit(
   ids: Sequence[int], target: api.Target, capacity: int | None
 ) -> None:
-  """Refuses a prompt that does not fit the target or the capacity."""
+  """Checks that a prompt fits the target and the capacity."""
   config = target.config
-  limit = config.max_position_embeddings if capacity is None else capacity
-  check_prompt(ids, config.vocab_size, limit)
+  max_length = config.max_position_embeddings if capacity is None else capacity
+  check_prompt(ids, config.vocab_size, max_length)
 
 
 @contextlib.contextmanager
 def naming(where: str | None, name: str | int) -> Iterator[None]:
-  """Errors that name a prompt by its line and id, if it is from a file."""
+  """A context that adds a prompt's line and id to errors, if it has a line."""
   try:
     yield
   except UserError as e:
@@ -127,27 +127,27 @@ def naming(where: str | None, name: str | int) -> Iterator[None]:
 
 
 def next_ids(
-  talk: Talk, turn: int, tokenizer: Tokenizer | None, chat: bool
+  dialogue: Dialogue, turn: int, tokenizer: Tokenizer | None, chat: bool
 ) -> list[int]:
-  """Token ids of a turn, with all that was said before it."""
-  if talk.ids is not None or tokenizer is None:
-    return talk.ids or []
-  text = talk.prompt.turns[turn]
+  """Token ids of a turn, with all messages before it."""
+  if dialogue.ids is not None or tokenizer is None:
+    return dialogue.ids or []
+  text = dialogue.prompt.turns[turn]
   if not chat:
     return tokenizer.encode(text)
-  talk.messages.append({'role': 'user', 'content': text})
-  return tokenizer.encode_chat(talk.messages, talk.parse_special)
+  dialogue.messages.append({'role': 'user', 'content': text})
+  return tokenizer.encode_chat(dialogue.messages, dialogue.parse_special)
 
 
 def answer(
-  talk: Talk,
+  dialogue: Dialogue,
   result: GenerateResult,
   tokenizer: Tokenizer | None,
   stop_strings: Sequence[str] = (),
 ) -> str | None:
-  """The text of a result, which becomes part of the talk; None: no tokenizer.
+  """The text of a result, also appended to the dialogue.
 
-  The stop token or stop string that ended it is no part of the text.
+  Without the stop token or stop string that ended it; None without a tokenizer.
   """
   if tokenizer is None:
     return None
@@ -158,18 +158,18 @@ def answer(
     text = text[: min(ends)]
   elif result.stop_reason == 'stop':
     text = tokenizer.decode(result.output_ids[:-1])
-  talk.messages.append({'role': 'assistant', 'content': text})
+  dialogue.messages.append({'role': 'assistant', 'content': text})
   return text
 
 
 def tokenizer_of(flags: GenerateFlags | AuditFlags) -> Tokenizer | None:
-  """The tokenizer beside the target, checked against the flags.
+  """The target's tokenizer, checked against the flags.
 
-  With `--prompt_ids` it only adds text to the results, so that one which
-  cannot be read is no obstacle.
+  With `--prompt_ids`, a tokenizer that cannot be read counts as none, because
+  it would only add text to the results.
 
   Raises:
-    UserError: a broken tokenizer, or `--chat` without a template.
+    UserError: the tokenizer is broken, or `--chat` has no template.
   """
   if flags.target is None:  # Random weights have none.
     if flags.chat:

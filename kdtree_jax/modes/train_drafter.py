@@ -1,4 +1,4 @@
-"""`--mode=train_drafter`: a DFlash drafter for a target, from a corpus."""
+"""`--mode=train_drafter`: trains a DFlash drafter for a target."""
 
 import dataclasses
 import pathlib
@@ -44,15 +44,15 @@ from kdtree_jax.training.streams import (
   write_arrays,
 )
 
-# What a recipe's file calls the drafter's.
+# Name of the drafter's recipe in its file.
 ATTRIBUTE = 'DRAFTER_RECIPE'
 DRAFTER_FOLDER, ROLLOUTS = 'drafter', 'rollouts.npz'
-# Rollouts in one decoding loop.
+# Most rollouts in one decoding loop.
 ROWS = 1024
 
 
 def run(flags: TrainDrafterFlags) -> int:
-  """Trains, or continues, the run in `--output`."""
+  """Trains in the folder `--output`, or continues its run."""
   output = pathlib.Path(flags.output)
   check_output(flags.output, folder=True)
   _, recipe = load_recipe(flags.recipe, ATTRIBUTE)
@@ -78,19 +78,19 @@ def train(
   """Trains a drafter and writes it to `output/drafter`.
 
   Args:
-    target: in the recipe's dtype.
-    corpus: of the target's tokens.
-    recipe: how.
-    output: folder of the run; one that was interrupted is continued.
-    stop_after: ends after so many steps in all, without a drafter.
+    target: the target, in the recipe's dtype.
+    corpus: a corpus in the target's tokens.
+    recipe: the recipe of the training.
+    output: folder of the run; continues an interrupted one.
+    stop_after: total number of steps after which to end without a drafter.
 
   Returns:
-    The records of `metrics.jsonl`. The last one is measured on greedy
-    continuations that the target gives to prompts of the validation split.
+    The records of `metrics.jsonl`. The last one is measured on the target's
+    greedy continuations of prompts of the validation split.
 
   Raises:
-    UserError: corpus, target and recipe do not fit each other, or the folder
-      has another run.
+    UserError: corpus, target and recipe do not fit, or the folder has another
+      run.
   """
   check_pair(corpus, target)
   begins = prompts(recipe, corpus)
@@ -107,7 +107,7 @@ def train(
     rollouts, greedy = _rollouts(target, begins, recipe, output)
     data = Data(
       train=mix(
-        # The target may have more ids than the corpus, and its rollouts too.
+        # Rollouts may have ids that the corpus lacks.
         corpus.tokens('train').astype(id_dtype(target.config.vocab_size)),
         [row for rows in rollouts for row in cut_loops(rows)],
         recipe.rollout_share,
@@ -143,11 +143,11 @@ def train(
 
 
 def _windows(greedy: np.ndarray, length: int, data: Data) -> np.ndarray:
-  """Rollouts `[N, T]`, each filled up to a window of `length` tokens.
+  """A stream of rollouts `[N, T]`, each padded to a window of `length` tokens.
 
-  A window has a label behind it; and as long as the validation's stream is, the
-  program is the same. What comes first behind a row ends its text, though the
-  target never said so: one label in T of those that are read as text.
+  The stream has a label after the last window, and the length of the validation
+  stream, to use the same program. The padding begins with an end of text that
+  the target did not generate, which makes one label in T wrong.
   """
   missing = length - greedy.shape[1]
   windows = np.pad(
@@ -160,12 +160,12 @@ def _windows(greedy: np.ndarray, length: int, data: Data) -> np.ndarray:
 
 
 class Prompts(NamedTuple):
-  """What rollouts begin with.
+  """Prompts of rollouts.
 
   Attributes:
-    train: for each length of `recipe.prompt_tokens` rows `[N, length]` of the
-      train split, as many for each.
-    validation: `[N, recipe.prompt_tokens[0]]` of the validation split.
+    train: for each length in `recipe.prompt_tokens`, an array `[N, length]`
+      from the train split; N is the same for all.
+    validation: `[N, recipe.prompt_tokens[0]]` from the validation split.
   """
 
   train: list[np.ndarray]
@@ -173,7 +173,7 @@ class Prompts(NamedTuple):
 
 
 def prompts(recipe: DrafterRecipe, corpus: Corpus) -> Prompts:
-  """Draws the prompts, and refuses what would fail after the rollouts.
+  """Samples the prompts and checks the corpus before any work.
 
   Raises:
     UserError: the corpus is too small, or its documents are too short.
@@ -203,10 +203,9 @@ def _rollouts(
   recipe: DrafterRecipe,
   output: pathlib.Path,
 ) -> tuple[list[np.ndarray], np.ndarray]:
-  """Rollouts to train on, one array for each length of prompts, and greedy
-  ones of the validation split.
+  """Rollouts for training, by prompt length, and greedy ones for validation.
 
-  Kept in the run's folder, so that a run that is continued has the same.
+  Stored in the run's folder, so that a continued run has the same.
   """
   path, lengths = output / ROLLOUTS, recipe.prompt_tokens
   names = [f'train_{number}' for number in range(len(lengths))]
@@ -235,10 +234,10 @@ def _stored(
   recipe: DrafterRecipe,
   vocab_size: int,
 ) -> dict[str, np.ndarray]:
-  """Rollouts of a file, which must continue these prompts.
+  """The rollouts in a file, checked to continue these prompts.
 
   Raises:
-    UserError: it is damaged, or of another corpus, recipe or target.
+    UserError: the file is damaged, or has another corpus, recipe or target.
   """
   arrays = read_arrays(path)
   for name, rows in starts.items():
@@ -248,7 +247,7 @@ def _stored(
     if not same or not np.array_equal(found[:, : rows.shape[1]], rows):
       raise UserError(
         f'{path}: {name} does not continue the prompts of this run; delete '
-        'the file, and it is made again'
+        'the file to make it again'
       )
     as_ids(found, vocab_size, str(path))
   return arrays
@@ -256,12 +255,12 @@ def _stored(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Roller:
-  """Continues prompts in large batches, all by one program.
+  """A function that continues prompts in large batches of one program.
 
   Attributes:
-    target: whose distributions.
+    target: the target.
     capacity: most tokens of prompt and continuation.
-    rows: prompts at once.
+    rows: prompts in a batch.
   """
 
   target: api.Target
@@ -275,16 +274,18 @@ class Roller:
     temperatures: tuple[float, ...],
     seed: int,
   ) -> np.ndarray:
-    """`[N, P]` prompts with `num_tokens` more: `[N, P + num_tokens]`.
+    """Prompts with their continuations, `[N, P + num_tokens]`.
 
-    In the type of the target's ids. Nothing stops a row, an end of text
-    neither.
+    Nothing stops a row, not even an end of text.
 
     Args:
-      prompts: token ids.
-      num_tokens: to add to each.
-      temperatures: of the rows in turn.
-      seed: of the first row; row i has seed + i, modulo 2^32.
+      prompts: token ids `[N, P]`.
+      num_tokens: number of tokens to add to each.
+      temperatures: temperatures, which the rows use in turn.
+      seed: seed of the first row; row i has seed + i, modulo 2^32.
+
+    Returns:
+      An array of the type `id_dtype` for the target's vocabulary.
     """
     vocab_size = self.target.config.vocab_size
     count, length = prompts.shape
@@ -292,7 +293,7 @@ class Roller:
     parts = [empty]
     begin = time.perf_counter()
     for first in range(0, count, self.rows):
-      # The last batch is filled up.
+      # The last batch is padded.
       rows = np.arange(first, first + self.rows) % count
       with status(f'rollouts: {first} of {count}'):
         tokens = self._batch(
@@ -318,7 +319,7 @@ class Roller:
         max_new_tokens=num_tokens,
         stop_ids=(),
         capacity=self.capacity,
-        # Any above 0: the program that draws; each row has its own.
+        # Above 0 to get the program that samples; each row has its own.
         temperature=1.0,
       ),
     )
@@ -337,7 +338,7 @@ class Roller:
 def drafter_tensors(
   config: DrafterConfig, params: Any, dtype: Any
 ) -> dict[str, np.ndarray]:
-  """Parameters under the names that z-lab's checkpoints have."""
+  """Parameters by their names in z-lab's checkpoints."""
   tensors = {}
   for name in drafter_shapes(config):
     value = params
@@ -354,9 +355,9 @@ def write_drafter(
   recipe: DrafterRecipe,
   target: api.Target,
 ) -> None:
-  """Writes, or replaces, a folder that `--drafter` loads.
+  """Writes or replaces a folder for `--drafter`.
 
-  What it says of its target is asked when it is loaded for one.
+  Its recipe names the target, which is checked when it is loaded.
   """
   dtypes = {'bfloat16': ml_dtypes.bfloat16, 'float32': np.float32}
   dtype = dtypes[recipe.compute_dtype]

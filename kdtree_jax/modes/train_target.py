@@ -32,7 +32,7 @@ BUNDLE = 'target.kdtr'
 
 
 def run(flags: TrainTargetFlags) -> int:
-  """Fills the folder `--output`, or goes on where it stands."""
+  """Trains in the folder `--output`, or continues its run."""
   name, output = flags.recipe, pathlib.Path(flags.output)
   check_output(flags.output, folder=True)
   model, recipe = load_recipe(name)
@@ -50,13 +50,13 @@ def train(
   corpus: Corpus,
   output: pathlib.Path,
 ) -> pathlib.Path:
-  """Trains, writes the bundle and tests it.
+  """Trains a model, writes its bundle and evaluates it on the test split.
 
   Args:
-    name: of the bundle.
-    model: what is trained.
-    recipe: how.
-    corpus: on what.
+    name: name of the bundle.
+    model: the model.
+    recipe: the recipe of the training.
+    corpus: the corpus.
     output: folder of the run.
 
   Returns:
@@ -74,10 +74,10 @@ def train(
 
 
 def check_fit(model: ModelConfig, recipe: TrainRecipe, corpus: Corpus) -> None:
-  """Refuses what would fail, or be wrong, after hours.
+  """Checks that model, recipe and corpus fit, before hours of training.
 
   Raises:
-    UserError: vocabularies, the stop id or the lengths do not fit, or a split
+    UserError: the vocabulary, the stop id or a length does not fit, or a split
       is too short for the recipe.
   """
   if corpus.vocab_size != model.vocab_size:
@@ -104,7 +104,7 @@ def check_fit(model: ModelConfig, recipe: TrainRecipe, corpus: Corpus) -> None:
 def run_identity(
   model: ModelConfig, recipe: TrainRecipe, corpus: Corpus
 ) -> dict[str, Any]:
-  """What makes two runs the same run, as JSON."""
+  """The settings that identify a run, as JSON."""
   return {
     'model': model.to_dict(),
     'recipe': dataclasses.asdict(recipe),
@@ -121,7 +121,7 @@ def _train(
 ) -> pathlib.Path:
   began = time.perf_counter()
   task = TargetTask(model, recipe.compute_dtype, recipe.router_bias_step)
-  # All of the corpus now: somebody may write another before the end.
+  # Read now, since the files may be replaced during the training.
   tokenizer, test = corpus.tokenizer_path.read_bytes(), corpus.tokens('test')
   data = Data(
     corpus.tokens('train'), corpus.tokens('validation'), corpus.end_of_text
@@ -140,7 +140,7 @@ def _train(
   write_bundle(path, _bundle(name, model, recipe, corpus, tensors, tokenizer))
   evaluation = Evaluation(task, recipe, corpus.end_of_text)
   found = evaluation(state.params, test, token_bytes)
-  # A finished run that is run again says the same once.
+  # Replaces the record of a finished run that is repeated.
   run_folder.records = [r for r in run_folder.records if 'seconds' not in r]
   run_folder.log(
     {
@@ -158,7 +158,7 @@ def _train(
 
 
 def _rate(run_folder: Run) -> int:
-  """The median of the tokens a second, in which compilation is no part."""
+  """The median of the tokens per second, without compilation."""
   key = 'tokens_per_second'
   return int(np.median([r[key] for r in run_folder.records if key in r]))
 

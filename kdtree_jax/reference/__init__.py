@@ -1,7 +1,7 @@
-"""An independent oracle in NumPy: no JAX, no kernel, no cleverness.
+"""An independent reference in plain NumPy, without JAX or kernels.
 
-It imports the standard library, NumPy and ml_dtypes, and nothing of the
-engine, so that an error there cannot hide here.
+It imports the standard library, NumPy and ml_dtypes, and nothing of the engine,
+so that the two share no error.
 """
 
 from kdtree_jax.reference.cache import ListCache, Rows

@@ -1,4 +1,4 @@
-"""Cache of the reference: the committed rows of every layer, in order."""
+"""The reference's cache: the committed rows of every layer, in order."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 
 class ListCache:
-  """Grows by chosen rows; `len` is the number of committed tokens."""
+  """A cache that chosen rows are appended to; `len` is its committed tokens."""
 
   def __init__(self, config: Config):
     latent = np.zeros((0, config['kv_lora_rank']), np.float32)
@@ -23,7 +23,7 @@ class ListCache:
     return len(self._layers[0][0])
 
   def __getitem__(self, layer: int) -> Rows:
-    """Returns `(latent [S, R], k_rope [S, P])` of one layer."""
+    """The rows `(latent [S, R], k_rope [S, P])` of one layer."""
     return self._layers[layer]
 
   def append(self, rows: Sequence[Rows], indices: ArrayLike) -> None:

@@ -1,4 +1,4 @@
-"""Greedy decoding of the reference: one by one, by trees, by chains."""
+"""Greedy decoding of the reference: autoregressive, by trees, by chains."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from kdtree_jax.reference.dflash import ReferenceDrafter
 from kdtree_jax.reference.layers import log_softmax
 from kdtree_jax.reference.model import ForwardOutput, ReferenceModel
 
-# From log probabilities [D, V] and the root's token to a tree.
+# A tree for log probabilities [D, V] and the root's token.
 TreePolicy = Callable[[np.ndarray, int], ddtree.ReferenceTree]
 
 
@@ -25,7 +25,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """The outcome of speculative decoding.
+  """The result of speculative decoding.
 
   Attributes:
     output_ids: the prompt and exactly `max_new_tokens` tokens.
@@ -51,7 +51,7 @@ def _prefill(
 def greedy(
   model: ReferenceModel, prompt: Sequence[int] | np.ndarray, num_tokens: int
 ) -> list[int]:
-  """Returns the `num_tokens` greedy tokens after `prompt`, one a forward."""
+  """The `num_tokens` greedy tokens after `prompt`, one a forward."""
   out, cache = _prefill(model, prompt)
   generated = []
   while len(generated) < num_tokens:
@@ -88,7 +88,7 @@ def _speculate(
     output_ids += tree.tokens[accepted].tolist()
     rounds.append(Round(tree, accepted))
   lengths = [len(item.accepted_indices) for item in rounds]
-  # The last root is committed nowhere, but it is a token of the output.
+  # The last root is not committed, but it is a token of the output.
   return Generation([*output_ids, root][:end], lengths, rounds)
 
 
@@ -106,13 +106,10 @@ def ddtree_generate(
     model: the target.
     drafter: its drafter.
     prompt: token ids, not empty.
-    tree_budget: nodes beside the root.
+    tree_budget: nodes, the root not counted.
     block_size: the drafter's block, root included.
-    max_new_tokens: tokens to yield; rounds run while fewer than
+    max_new_tokens: tokens to generate; rounds run while fewer than
       `len(prompt) + max_new_tokens` tokens are in the cache.
-
-  Returns:
-    A `Generation`.
   """
 
   def policy(log_probs: np.ndarray, root: int) -> ddtree.ReferenceTree:
@@ -128,7 +125,7 @@ def chain_generate(
   block_size: int,
   max_new_tokens: int,
 ) -> Generation:
-  """As `ddtree_generate`, with the drafter's best token at every depth."""
+  """Decodes like `ddtree_generate`, with chains of the drafter's top tokens."""
   return _speculate(
     model, drafter, prompt, ddtree.chain_tree, block_size, max_new_tokens
   )

@@ -1,9 +1,9 @@
 """DFlash, the block-diffusion drafter, in float32 NumPy.
 
-Source: the z-lab checkpoints' layout. One forward over a block of the last
-committed token and mask tokens predicts every position of the block; the
-block sees itself whole and features of the target's layers for all that
-went before.
+Source: the layout of z-lab's checkpoints. One forward over a block, which is
+the last committed token and mask tokens, predicts every position of the block.
+The block sees all of itself, and features from the target's layers for all
+earlier tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from kdtree_jax.reference.model import ReferenceModel
 
 
 def drafter_rope(config: Config) -> tuple[float, Config | None, float]:
-  """Returns theta, YaRN scaling or None, and the rotation's amplitude."""
+  """RoPE's theta, YaRN's scaling or None, and the amplitude of cos and sin."""
   rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
   theta = rope.get('rope_theta') or config['rope_theta']
   kind = rope.get('rope_type') or rope.get('type') or 'default'
@@ -24,13 +24,13 @@ def drafter_rope(config: Config) -> tuple[float, Config | None, float]:
     return theta, None, 1.0
   if kind not in ('yarn', 'deepseek_yarn'):
     raise ValueError(f'drafter rope type {kind!r} is not supported')
-  # deepseek_yarn is YaRN whose amplitude is 1 by definition.
+  # deepseek_yarn is YaRN with an amplitude of 1.
   amplitude = ops.rope_amplitude(rope) if kind == 'yarn' else 1.0
   return theta, rope, amplitude
 
 
 class ReferenceDrafter:
-  """Drafter without state: the caller keeps the context features."""
+  """A drafter without state: the caller keeps the context features."""
 
   def __init__(
     self,
@@ -41,12 +41,12 @@ class ReferenceDrafter:
     """Copies the weights to float32.
 
     Args:
-      config: a z-lab `config.json`.
+      config: a `config.json` of z-lab.
       tensors: its tensors, with or without the prefix `model.`.
-      target: lends its embedding and its head.
+      target: the model whose embedding and head the drafter uses.
 
     Raises:
-      ValueError: if the configuration asks for windows or causal blocks.
+      ValueError: the configuration has windows or causal blocks.
     """
     if 'sliding_attention' in config.get('layer_types', ()):
       raise ValueError('sliding_attention is not supported')
@@ -70,7 +70,7 @@ class ReferenceDrafter:
     )
 
   def features(self, layers: Sequence[np.ndarray]) -> np.ndarray:
-    """Fuses the target's states of T tokens to features `[T, M]`.
+    """Features `[T, M]` from the target's states of T tokens.
 
     Args:
       layers: the residual stream after every target layer, each `[T, M]`.
@@ -80,21 +80,18 @@ class ReferenceDrafter:
     return self._norm(fused, 'hidden_norm')
 
   def draft(
-    self, context: np.ndarray, anchor: int, block_size: int | None = None
+    self, context: np.ndarray, root: int, block_size: int | None = None
   ) -> np.ndarray:
-    """Predicts the positions after the anchor.
+    """Logits of the positions after the root, float32 `[block_size - 1, V]`.
 
     Args:
-      context: features of all committed tokens before the anchor, `[S, H]`;
-        they stand at positions 0 to S - 1 and the anchor at S.
-      anchor: the last committed token.
-      block_size: tokens in the block, anchor included; the config's if None.
-
-    Returns:
-      Logits float32 `[block_size - 1, V]`.
+      context: features `[S, M]` of all committed tokens before the root, at
+        positions 0 to S - 1; the root is at S.
+      root: the last committed token.
+      block_size: tokens in the block, root included; the config's if None.
     """
     masks = (block_size or self.block_size) - 1
-    hidden = self._target.embed([anchor] + [self.mask_token_id] * masks)
+    hidden = self._target.embed([root] + [self.mask_token_id] * masks)
     for layer in range(self.config['num_hidden_layers']):
       prefix = f'layers.{layer}.'
       x = self._norm(hidden, prefix + 'input_layernorm')
@@ -116,21 +113,21 @@ class ReferenceDrafter:
     return ops.linear(x, self._tensors[name + '.weight'], bias)
 
   def _heads(self, x: np.ndarray, name: str) -> np.ndarray:
-    """Projects `x [T, M]` to heads `[T, n, head_dim]`."""
+    """The projection of `x [T, M]` to heads `[T, n, head_dim]`."""
     projected = self._linear(x, name, self.config['attention_bias'])
     return projected.reshape(len(x), -1, self.config['head_dim'])
 
   def _attention(
     self, context: np.ndarray, x: np.ndarray, prefix: str
   ) -> np.ndarray:
-    """Attends from the block `x [B, H]` to the context and all of itself."""
+    """Attends from the block `x [T, M]` to the context and all of itself."""
     config = self.config
     both = np.concatenate([context, x])
     positions = np.arange(len(both))
 
-    def rotate(heads: np.ndarray, at: np.ndarray) -> np.ndarray:
+    def rotate(heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
       return ops.apply_rope(
-        heads, at, self._frequencies, self._amplitude, interleave=False
+        heads, positions, self._frequencies, self._amplitude, interleave=False
       )
 
     q = self._norm(self._heads(x, prefix + 'q_proj'), prefix + 'q_norm')

@@ -1,7 +1,4 @@
-"""Elementary operations of the reference, in float32 NumPy.
-
-Every function works on the last axes and knows nothing of models.
-"""
+"""Elementary operations of the reference, on the last axes of arrays."""
 
 import math
 from collections.abc import Mapping
@@ -16,19 +13,19 @@ Config = Mapping[str, Any]
 def linear(
   x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None
 ) -> np.ndarray:
-  """Maps `x [..., in]` by a torch-style `weight [out, in]` to `[..., out]`."""
+  """The product `[..., out]` of `x [..., in]` with a weight `[out, in]`."""
   y = x @ weight.T
   return y if bias is None else y + bias
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-  """Divides `x [..., n]` by its root mean square, then scales by `weight`."""
+  """`x [..., n]` divided by its root mean square, then scaled by `weight`."""
   variance = np.mean(np.square(x), axis=-1, keepdims=True)
   return x / np.sqrt(variance + np.float32(eps)) * weight
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-  """Logistic function that neither overflows nor loses small values."""
+  """The logistic function, without overflow or loss of small values."""
   return np.exp(-np.logaddexp(np.float32(0), -x))
 
 
@@ -39,10 +36,9 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def masked_softmax(x: np.ndarray, visible: np.ndarray) -> np.ndarray:
-  """Softmax of `x` over the keys where `visible` (broadcast) is true.
+  """Softmax of `x` over the keys where `visible` (broadcast) is True.
 
-  A row that sees no key gets zeros, not NaN, so that a padded query is
-  defined in the reference too.
+  A row that sees no key is all zeros, not NaN, as for padded queries.
   """
   x = np.where(visible, x, -np.inf)
   highest = x.max(axis=-1, keepdims=True)
@@ -62,7 +58,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def swiglu(
   x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray
 ) -> np.ndarray:
-  """`down(silu(gate x) * up x)`; `gate`, `up` are `[I, M]`, `down [M, I]`."""
+  """`down(silu(gate x) * up x)`, each weight `[out, in]`."""
   gated = linear(x, gate)
   return linear(gated * sigmoid(gated) * linear(x, up), down)
 
@@ -75,16 +71,16 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 def inverse_frequencies(
   dim: int, theta: float, scaling: Config | None
 ) -> np.ndarray:
-  """Rotation frequencies of RoPE, blended by YaRN where `scaling` is given.
+  """Rotation frequencies of RoPE, blended by YaRN if `scaling` is given.
 
   Source: Peng et al., "YaRN", section 3.2: dimensions that turn more than
-  `beta_fast` times within the original context keep their frequency, those
-  that turn less than `beta_slow` times are slowed by `factor`, and a linear
-  ramp lies between.
+  `beta_fast` times within the original context keep their frequency, those that
+  turn less than `beta_slow` times are slowed by `factor`, with a linear ramp
+  between.
 
   Args:
     dim: rotated dimensions, even.
-    theta: base of the frequencies.
+    theta: the base of the frequencies.
     scaling: None or a mapping with `factor`,
       `original_max_position_embeddings`, `beta_fast` and `beta_slow`.
 
@@ -109,7 +105,7 @@ def inverse_frequencies(
 
 
 def rope_amplitude(scaling: Config | None) -> float:
-  """Factor on the cosines and sines; 1 without YaRN."""
+  """The factor on cosines and sines; 1 without YaRN."""
   if scaling is None:
     return 1.0
   if scaling.get('attention_factor') is not None:
@@ -128,10 +124,10 @@ def apply_rope(
   amplitude: float,
   interleave: bool,
 ) -> np.ndarray:
-  """Rotates `x [T, heads, dim]` to `positions [T]`; the layout is kept.
+  """`x [T, heads, dim]` rotated to `positions [T]`, in the same layout.
 
-  The angles are float32 products, as in the published implementations:
-  exact ones would differ from theirs by `position * 6e-8` radians.
+  The angles are float32 products, as in the published implementations: exact
+  angles would differ from theirs by `position * 6e-8` radians.
 
   Args:
     x: float32 `[T, heads, dim]`.
@@ -140,9 +136,6 @@ def apply_rope(
     amplitude: factor on cosine and sine.
     interleave: True if dimensions `(2i, 2i + 1)` form a pair, False if
       `(i, i + dim / 2)` do.
-
-  Returns:
-    The rotated values, float32 `[T, heads, dim]`.
   """
   angles = positions.astype(np.float32)[:, None, None] * frequencies
   cos = np.cos(angles) * np.float32(amplitude)
@@ -152,7 +145,7 @@ def apply_rope(
     first, second = x[..., 0::2], x[..., 1::2]
   else:
     first, second = x[..., :half], x[..., half:]
-  turned = (first * cos - second * sin, second * cos + first * sin)
+  rotated = (first * cos - second * sin, second * cos + first * sin)
   if interleave:
-    return np.stack(turned, axis=-1).reshape(x.shape)
-  return np.concatenate(turned, axis=-1)
+    return np.stack(rotated, axis=-1).reshape(x.shape)
+  return np.concatenate(rotated, axis=-1)

@@ -1,9 +1,9 @@
-"""Latent attention and a mixture of experts, written for reading.
+"""Latent attention and a mixture of experts, in plain NumPy.
 
-Formula sources: DeepSeek-AI, "DeepSeek-V2" (latent attention, grouped
+Sources of the formulas: DeepSeek-AI, "DeepSeek-V2" (latent attention, grouped
 softmax routing) and "DeepSeek-V3" (sigmoid routing with a selection bias).
-Keys and values are expanded for each head, where an engine would absorb the
-projections: same algebra, different code, hence a useful witness.
+Keys and values are expanded for each head, where the engine absorbs the
+projections: the same algebra in different code.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from kdtree_jax.reference.layers import Config
 
 @dataclasses.dataclass(frozen=True)
 class ForwardOutput:
-  """What one forward over T tokens yields.
+  """The result of one forward over T tokens.
 
   Attributes:
     logits: float32 `[T, V]`.
     layers: the residual stream after every layer, each float32 `[T, M]`.
     rows: the cache rows of the T tokens, for every layer `(latent [T, R],
-      k_rope [T, P])`; the latent is normed, k_rope is rotated and in the
-      checkpoint's own layout.
+      k_rope [T, P])`; the latent is normed, k_rope is rotated, in the layout
+      of the checkpoint.
   """
 
   logits: np.ndarray
@@ -35,7 +35,7 @@ class ForwardOutput:
 
 
 def is_sparse(config: Config, layer: int) -> bool:
-  """Tells whether `layer` is a mixture of experts."""
+  """Whether `layer` is a mixture of experts."""
   if not config['n_routed_experts']:
     return False
   if config['mlp_layer_types'] is not None:
@@ -54,16 +54,16 @@ def top_indices(values: np.ndarray, count: int) -> np.ndarray:
 def route(
   config: Config, logits: np.ndarray, bias: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Chooses the experts of every token.
+  """The experts of every token.
 
   Args:
     config: the model's flat configuration.
     logits: float32 `[T, E]`, the router's output.
-    bias: float32 `[E]` for `noaux_tc`, else None. It takes part in the
-      choice only; the weights come from the unbiased scores.
+    bias: float32 `[E]` for `noaux_tc`, else None. It affects the choice only;
+      the weights come from the unbiased scores.
 
   Returns:
-    `indices [T, K]` and mixing weights, float32 `[T, K]`.
+    `indices [T, K]` and their weights, float32 `[T, K]`.
   """
   method = config['topk_method']
   sigmoid = config['scoring_func'] == 'sigmoid'
@@ -73,13 +73,13 @@ def route(
     grouped = choice.reshape(len(choice), config['n_group'], -1)
     if method == 'noaux_tc':
       group_scores = np.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
-      hidden = -np.inf
+      masked = -np.inf
     else:
-      group_scores, hidden = grouped.max(axis=-1), 0.0
+      group_scores, masked = grouped.max(axis=-1), 0.0
     kept = top_indices(group_scores, config['topk_group'])
     keep = np.zeros(group_scores.shape, bool)
     np.put_along_axis(keep, kept, True, axis=-1)
-    choice = np.where(keep[..., None], grouped, hidden).reshape(choice.shape)
+    choice = np.where(keep[..., None], grouped, masked).reshape(choice.shape)
   indices = top_indices(choice, config['num_experts_per_tok'])
   weights = np.take_along_axis(scores, indices, axis=-1)
   if config['norm_topk_prob']:
@@ -95,7 +95,7 @@ class ReferenceModel:
     """Copies the weights to float32.
 
     Args:
-      config: flat mapping with Hugging Face field names and, beside them,
+      config: a flat mapping with Hugging Face field names and
         `latent_norm_eps`, the eps of the norms on the latents.
       tensors: Hugging Face names (`model.layers.0...`) to arrays of any
         float type; experts one by one or fused.
@@ -116,11 +116,11 @@ class ReferenceModel:
       self._softmax_scale *= mscale**2
 
   def embed(self, tokens: ArrayLike) -> np.ndarray:
-    """Returns the embeddings of `tokens [T]`, float32 `[T, M]`."""
+    """The embeddings of `tokens [T]`, float32 `[T, M]`."""
     return self.tensors['model.embed_tokens.weight'][np.asarray(tokens)]
 
   def head(self, hidden: np.ndarray) -> np.ndarray:
-    """Maps normed states `[T, M]` to logits `[T, V]`."""
+    """Logits `[T, V]` of normed states `[T, M]`."""
     tied = self.config['tie_word_embeddings']
     name = 'model.embed_tokens.weight' if tied else 'lm_head.weight'
     return ops.linear(hidden, self.tensors[name])
@@ -132,24 +132,21 @@ class ReferenceModel:
     cache: ListCache | None = None,
     visible: np.ndarray | None = None,
   ) -> ForwardOutput:
-    """Runs T new tokens behind a cache, which is read and never written.
+    """Runs T new tokens after those of a cache, which is only read.
 
     Args:
       tokens: integers `[T]`.
-      positions: absolute positions `[T]`; they set RoPE and nothing else.
+      positions: absolute positions `[T]`, for RoPE only.
       cache: committed rows, all of them seen by every new token; or None.
       visible: bool `[T, T]`, True where new token i sees new token j;
         causal if None.
-
-    Returns:
-      A `ForwardOutput`.
     """
-    places = np.asarray(positions)
+    positions = np.asarray(positions)
     if cache is None:
       cache = ListCache(self.config)
     if visible is None:
-      visible = np.tri(len(places), dtype=bool)
-    before = np.ones((len(places), len(cache)), bool)
+      visible = np.tri(len(positions), dtype=bool)
+    before = np.ones((len(positions), len(cache)), bool)
     visible = np.concatenate([before, visible], axis=1)
 
     hidden = self.embed(tokens)
@@ -158,7 +155,7 @@ class ReferenceModel:
       prefix = f'model.layers.{layer}.'
       x = self._norm(hidden, prefix + 'input_layernorm')
       attended, new = self._attention(
-        x, places, cache[layer], visible, prefix + 'self_attn.'
+        x, positions, cache[layer], visible, prefix + 'self_attn.'
       )
       hidden = hidden + attended
       x = self._norm(hidden, prefix + 'post_attention_layernorm')
@@ -194,7 +191,7 @@ class ReferenceModel:
   def _queries(
     self, x: np.ndarray, positions: np.ndarray, prefix: str
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns q_nope `[T, n, nope]` and rotated q_rope `[T, n, rope]`."""
+    """The heads' q_nope and rotated q_rope `[T, H, P]`."""
     config = self.config
     if config['q_lora_rank'] is None:
       q = self._linear(x, prefix + 'q_proj')
@@ -216,7 +213,7 @@ class ReferenceModel:
   ) -> tuple[np.ndarray, Rows]:
     """Attends from `x [T, M]` to S cached and T new rows.
 
-    `visible` is bool `[T, S + T]`. Returns the update of the residual
+    `visible` is bool `[T, S + T]`. The result is the update of the residual
     stream `[T, M]` and the new cache rows.
     """
     config = self.config
@@ -238,7 +235,8 @@ class ReferenceModel:
     scores = np.einsum('tnd,snd->nts', q_nope, k_nope, optimize=True)
     scores += np.einsum('tnd,sd->nts', q_rope, all_k_ropes, optimize=True)
     probs = ops.masked_softmax(scores * self._softmax_scale, visible)
-    # A weight of 0 does not silence a NaN. Who sees one has it as a weight.
+    # 0 times NaN is NaN, so masked rows must be finite. A token that sees a NaN
+    # row has a NaN weight already.
     v = np.where(np.isfinite(v), v, 0)
     mixed = np.einsum('nts,snd->tnd', probs, v, optimize=True)
     out = self._linear(
@@ -256,7 +254,7 @@ class ReferenceModel:
     return y
 
   def _routed(self, x: np.ndarray, prefix: str) -> np.ndarray:
-    """Sums the chosen experts of every row; no expert has a capacity."""
+    """The weighted sum of every row's experts, without capacity limits."""
     bias = self.tensors.get(prefix + 'gate.e_score_correction_bias')
     logits = self._linear(x, prefix + 'gate')
     indices, weights = route(self.config, logits, bias)
@@ -268,7 +266,7 @@ class ReferenceModel:
     return y
 
   def _expert(self, prefix: str, expert: int) -> tuple[np.ndarray, ...]:
-    """Returns gate, up and down of one expert, from either layout."""
+    """gate, up and down of one expert, stored fused or one by one."""
     fused = self.tensors.get(prefix + 'experts.gate_up_proj')
     if fused is None:
       return self._swiglu_weights(f'{prefix}experts.{expert}.')

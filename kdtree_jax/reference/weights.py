@@ -1,4 +1,4 @@
-"""Random checkpoints whose greedy text varies, and their golden answers."""
+"""Random checkpoints with varied greedy output, and their golden answers."""
 
 from collections.abc import Mapping
 
@@ -10,8 +10,8 @@ from kdtree_jax.reference.layers import Config
 from kdtree_jax.reference.model import ReferenceModel, is_sparse
 
 # Standard deviations, in units of 1 / sqrt(fan_in) for matrices. Residual
-# branches are as strong as the embedding, so that the text depends on more
-# than its last token, and the head sets the spread of the logits.
+# branches are as large as the embedding, so that the output depends on more
+# than the last token, and the head sets the spread of the logits.
 _EMBEDDING_STD = 1.0
 _MATRIX_GAIN = 1.0
 _BRANCH_GAIN = 2.0
@@ -22,7 +22,7 @@ _BIAS_STD = 0.05
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-  """Lists every tensor of a checkpoint, Hugging Face name to shape."""
+  """The shape of every tensor of a checkpoint, by Hugging Face name."""
   hidden, vocab = config['hidden_size'], config['vocab_size']
   shapes: dict[str, tuple[int, ...]] = {
     'model.embed_tokens.weight': (vocab, hidden),
@@ -95,8 +95,8 @@ def _swiglu_shapes(
 
 
 def _embedding_std(config: Config) -> float:
-  # A tied embedding is the head too. As strong as a separate one it would
-  # make every token predict itself.
+  # A tied embedding is also the head. As large as a separate one, it would make
+  # every token predict itself.
   if config['tie_word_embeddings']:
     return _HEAD_GAIN / config['hidden_size'] ** 0.5
   return _EMBEDDING_STD
@@ -113,11 +113,11 @@ def _gain(name: str) -> float:
 
 
 def random_tensors(config: Config, seed: int) -> dict[str, np.ndarray]:
-  """Draws a whole checkpoint, experts one by one.
+  """The tensors of a random checkpoint, experts one by one.
 
   Args:
     config: the model's flat configuration.
-    seed: of `np.random.default_rng`.
+    seed: for `np.random.default_rng`.
 
   Returns:
     Hugging Face names to arrays: bfloat16, but the router's selection bias
@@ -148,19 +148,19 @@ def make_golden(
   num_tokens: int,
   seed: int,
 ) -> dict[str, np.ndarray]:
-  """Computes the answers by which an implementation can check itself.
+  """The golden answers that an implementation is checked with.
 
   Args:
     config: the model's flat configuration.
-    tensors: its weights, as of `random_tensors`.
-    prompt_length: P, tokens in the random prompt.
-    num_tokens: n, greedy tokens after it.
-    seed: of the prompt.
+    tensors: its weights, under the names of `random_tensors`.
+    prompt_length: tokens in the random prompt.
+    num_tokens: greedy tokens after it.
+    seed: seeds the prompt.
 
   Returns:
-    `prompt` int32 `[P]`, `ar_tokens` int32 `[n]`, and over the prompt
-    `layers` float32 `[num_layers, P, M]`, the residual stream after every
-    layer, and `logits` float32 `[P, V]`.
+    `prompt` and `ar_tokens`, int32, and at every token of the prompt `layers`
+    float32 `[L, T, M]`, the residual stream after every layer, and `logits`
+    float32 `[T, V]`.
   """
   model = ReferenceModel(config, tensors)
   rng = np.random.default_rng(seed)

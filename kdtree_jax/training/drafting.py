@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kdtree_jax.drafters.attention import View
 from kdtree_jax.drafters.base import TargetHead
-from kdtree_jax.drafters.dflash import DFlashDrafter, DFlashModel, View
+from kdtree_jax.drafters.dflash import DFlashDrafter, DFlashModel
 from kdtree_jax.model import ForwardOutput, Transformer
 from kdtree_jax.training.packing import PackedBatch
 from kdtree_jax.training.target import packed_forward

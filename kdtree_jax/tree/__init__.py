@@ -1,4 +1,4 @@
-"""The draft tree: its pytree, the policies that grow it, the walk."""
+"""Draft trees: the pytree, the policies that build it, the accepted walk."""
 
 from kdtree_jax.tree.accept import Acceptance, accept
 from kdtree_jax.tree.draft_tree import (
@@ -9,7 +9,7 @@ from kdtree_jax.tree.draft_tree import (
   format_tree,
   root_only,
 )
-from kdtree_jax.tree.policies import TreePolicy, seed_chain
+from kdtree_jax.tree.policies import TreePolicy, keep_top1_chain
 
 __all__ = (
   'NO_PARENT',
@@ -21,5 +21,5 @@ __all__ = (
   'check_invariants',
   'format_tree',
   'root_only',
-  'seed_chain',
+  'keep_top1_chain',
 )

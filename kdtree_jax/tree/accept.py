@@ -1,4 +1,4 @@
-"""From the target's tokens at the nodes to what is committed."""
+"""The accepted path, from the target's tokens at the nodes of a tree."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from pallas_kernels.tree_accept.api import tree_accept
 
 
 class Acceptance(flax.struct.PyTreeNode):
-  """One round's outcome; W = draft depth + 1.
+  """The accepted path of one round; W = draft depth + 1.
 
   Attributes:
     path: node indices, the root first; entries from `acceptance_length` on
@@ -36,14 +36,14 @@ def accept(
 ) -> Acceptance:
   """Walks from the root while a child holds the target's token.
 
-  The walk ends at a stop token: nothing behind it is accepted.
+  The walk ends at a stop token: nothing after it is accepted.
 
   Args:
     tree: the verified tree.
     target_tokens: the target's own choice after each node.
     stop_ids: -1 matches nothing.
     max_depth: the deepest node that can exist.
-    implementation: of the `tree_accept` op.
+    implementation: which one of the `tree_accept` op.
   """
   walk = tree_accept(
     tree.tokens,

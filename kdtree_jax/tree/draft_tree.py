@@ -20,12 +20,12 @@ class DraftTree(flax.struct.PyTreeNode):
   any row of `ancestors`, their own included.
 
   Attributes:
-    tokens: of the nodes.
-    parents: their indices; NO_PARENT for the root and for padding.
+    tokens: the nodes' tokens.
+    parents: the parents' indices; NO_PARENT for the root and for padding.
     depths: 0 for the root and for padding.
     scores: sum of log q along the path; -inf for padding.
     num_nodes: the root included.
-    ancestors: bit j % 32 of word j // 32 in row i says that j is i or an
+    ancestors: bit j % 32 of word j // 32 in row i is set if j is i or an
       ancestor of i.
   """
 
@@ -57,7 +57,7 @@ def root_only(root: Int32[Array, ' B']) -> DraftTree:
 
 
 def check_invariants(tree: DraftTree) -> None:
-  """Checks on the host what every policy must keep.
+  """Checks on the host the invariants of every policy's trees.
 
   Raises:
     ValueError: the first invariant that a row breaks, by name.
@@ -114,8 +114,8 @@ def format_tree(
     parents: parent of each node, NO_PARENT for the root.
     accepted_indices: nodes to mark.
     label: turns a token id into text.
-    scores: of all nodes, sums of log q; adds to every node the drafter's
-      probability of its token and the path's.
+    scores: the sums of log q along every node's path. They add to each node
+      the drafter's probability of its token and of its path.
   """
   tokens, parents = list(node_token_ids), list(parents)
   accepted = set(accepted_indices)
@@ -129,11 +129,11 @@ def format_tree(
   while stack:
     node, lead, below = stack.pop()
     mark = ' *' if node in accepted else ''
-    odds = ''
+    probability = ''
     if scores is not None and node != ROOT_INDEX:
       own = math.exp(scores[node] - scores[parents[node]])
-      odds = f' {own:.0%}, path {math.exp(scores[node]):.0%}'
-    lines.append(f'{lead}{label(tokens[node])}{odds}{mark}')
+      probability = f' {own:.0%}, path {math.exp(scores[node]):.0%}'
+    lines.append(f'{lead}{label(tokens[node])}{probability}{mark}')
     kids = children.get(node, [])
     for kid in reversed(kids):
       last = kid == kids[-1]

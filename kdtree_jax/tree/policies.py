@@ -1,4 +1,4 @@
-"""How a draft tree is grown from the drafter's distributions."""
+"""Policies that build a draft tree from the drafter's distributions."""
 
 from collections.abc import Callable
 
@@ -15,9 +15,11 @@ from pallas_kernels.tree_build.api import (
   tree_build,
 )
 
-# (logits [B, D, V], root [B], tree_budget, implementation) -> DraftTree with
-# 1 + tree_budget slots. Pure, traced inside the decoding loop.
-TreePolicy = Callable[[jax.Array, jax.Array, int, str | None], DraftTree]
+# (logits, root, tree_budget, implementation) -> DraftTree with 1 + tree_budget
+# slots. Pure; traced inside the decoding loop.
+TreePolicy = Callable[
+  [Float[Array, 'B D V'], Int32[Array, ' B'], int, str | None], DraftTree
+]
 
 
 @register('tree_policy', 'best_first')
@@ -33,7 +35,7 @@ def best_first(
     logits: the drafter's, for the D positions after the root.
     root: the roots' tokens.
     tree_budget: nodes, the root not counted.
-    implementation: of the `tree_build` op.
+    implementation: which one of the `tree_build` op.
   """
   arrays = tree_build(
     logits, root, budget=tree_budget, implementation=implementation
@@ -50,13 +52,13 @@ def chain(
 ) -> DraftTree:
   """The most probable token of every depth: plain DFlash.
 
-  A chain has at most D nodes; what `tree_budget` allows beyond is padding.
+  A chain has at most D nodes; a larger `tree_budget` adds padding.
   """
-  del implementation  # Nothing here is worth a kernel.
+  del implementation  # There is no kernel for chains.
   batch, depth, _ = logits.shape
   if min(depth, tree_budget) == 0:
     return _pad(root_only(root), 1 + tree_budget)
-  # What is possible is what `best_first` may take.
+  # The tokens that are possible here are those of `best_first`.
   logits = canonical(logits[:, :tree_budget])
   depth = logits.shape[1]
   slots = jnp.arange(depth + 1, dtype=jnp.int32)
@@ -92,62 +94,64 @@ def chain(
   return _pad(tree, 1 + tree_budget)
 
 
-def seed_chain(tree: DraftTree, logits: Float[Array, 'B D V']) -> DraftTree:
-  """Makes room for the whole rank-0 chain in a tree of the same size.
+def keep_top1_chain(
+  tree: DraftTree, logits: Float[Array, 'B D V']
+) -> DraftTree:
+  """A tree of the same size that holds the whole chain of top-1 tokens.
 
-  Under noisy drafts a best-first tree may cut its spine short. The result is
-  the longest prefix of `tree` that leaves space for what it lacks of the most
-  probable chain, and then those nodes: they score below all that is kept.
+  A best-first tree of noisy drafts may end that chain early. The result is the
+  longest prefix of `tree` that leaves space for the chain's missing nodes, then
+  those nodes, which score below all that are kept.
 
   Args:
-    tree: with its nodes in order of score.
-    logits: what it was grown from.
+    tree: a tree whose nodes are in order of score.
+    logits: the logits that it was built from.
   """
   slots = tree.tokens.shape[1]
   depth = min(logits.shape[1], slots - 1)
   if depth == 0:
     return tree
-  spine = chain(logits, tree.tokens[:, 0], slots - 1)
-  wanted = spine.num_nodes[:, None]
-  is_spine = _on_chain(tree, spine, depth)
-  # have[j]: nodes of the spine among the first j + 1. Keeping those j + 1
-  # takes j + 1 slots and one for each node of the spine that they lack.
-  have = jnp.cumsum(is_spine.astype(jnp.int32), axis=1)
+  top1 = chain(logits, tree.tokens[:, 0], slots - 1)
+  wanted = top1.num_nodes[:, None]
+  on_chain = _on_chain(tree, top1, depth)
+  # have[j]: nodes of the chain among the first j + 1. Keeping those j + 1
+  # takes j + 1 slots, and one for each node of the chain that they lack.
+  have = jnp.cumsum(on_chain.astype(jnp.int32), axis=1)
   index = jnp.arange(slots, dtype=jnp.int32)[None, :]
   fits = tree.valid & (index + 1 + wanted - have <= slots)
   kept = fits.sum(axis=1, dtype=jnp.int32)[:, None]
   had = jnp.take_along_axis(have, kept - 1, axis=1)
-  deepest = jnp.where(is_spine & (index < kept), index, 0).max(axis=1)[:, None]
-  # Slot kept + i holds the spine's node at depth had + i.
+  deepest = jnp.where(on_chain & (index < kept), index, 0).max(axis=1)[:, None]
+  # Slot kept + i holds the chain's node at depth had + i.
   added = (index >= kept) & (index < kept + wanted - had)
   at = jnp.clip(had + index - kept, 0, slots - 1)
 
-  def merge(ours, spines, fill):
-    grown = jnp.take_along_axis(spines, at, axis=1)
-    return jnp.where(index < kept, ours, jnp.where(added, grown, fill))
+  def merge(of_tree, of_chain, fill):
+    new = jnp.take_along_axis(of_chain, at, axis=1)
+    return jnp.where(index < kept, of_tree, jnp.where(added, new, fill))
 
-  # Scores of the two are rounded differently: no child above its parent.
+  # The two round scores differently, but no child may outscore its parent.
   ceiling = jnp.take_along_axis(tree.scores, deepest, axis=1)
-  spine = spine.replace(scores=jnp.minimum(spine.scores, ceiling))
+  top1 = top1.replace(scores=jnp.minimum(top1.scores, ceiling))
   above = jnp.where(index == kept, deepest, index - 1)
   parents = jnp.where(
     index < kept, tree.parents, jnp.where(added, above, NO_PARENT)
   )
   return DraftTree(
-    tokens=merge(tree.tokens, spine.tokens, 0),
+    tokens=merge(tree.tokens, top1.tokens, 0),
     parents=parents,
-    depths=merge(tree.depths, spine.depths, 0),
-    scores=merge(tree.scores, spine.scores, -jnp.inf),
+    depths=merge(tree.depths, top1.depths, 0),
+    scores=merge(tree.scores, top1.scores, -jnp.inf),
     num_nodes=(kept + wanted - had)[:, 0],
     ancestors=ancestors_from_parents(parents, depth),
   )
 
 
 def _on_chain(
-  tree: DraftTree, spine: DraftTree, depth: int
+  tree: DraftTree, top1: DraftTree, depth: int
 ) -> Bool[Array, 'B N']:
-  """The nodes of `tree` whose path is a prefix of the chain's."""
-  at_depth = jnp.take_along_axis(spine.tokens, tree.depths, axis=1)
+  """The nodes of `tree` whose path is a prefix of the chain `top1`."""
+  at_depth = jnp.take_along_axis(top1.tokens, tree.depths, axis=1)
   matches = tree.valid & (tree.tokens == at_depth)
   on = matches & (tree.depths == 0)
   parents = jnp.maximum(tree.parents, 0)

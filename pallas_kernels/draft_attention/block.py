@@ -208,7 +208,7 @@ def _clean(block: Block, s: jax.Array, tile: jax.Array, slot):
     block: the block.
     s: the tile's scores before the mask, [ROWS, KEYS].
     tile: its number.
-    slot: where it is. Its values are awaited if they are looked at.
+    slot: where it is. Its values are awaited if they are cleaned.
 
   Returns:
     The scores, and whether the values have been awaited.
@@ -218,29 +218,19 @@ def _clean(block: Block, s: jax.Array, tile: jax.Array, slot):
   if not plan.causal and plan.window is None:
     # All slots see the whole block; what is loaded behind it is zeros.
     suspect = suspect & (tile < block.num_prefix)
-  parts = [
-    (*slot, slice(None), pl.ds(first, KEYS)) for first in range(0, DIM, KEYS)
-  ]
 
-  def load(at):
-    v = plgpu.load(block.values.at[at], layout=plgpu.Layout.WGMMA)
-    return v.astype(jnp.float32)
-
-  def look(s):
+  def clean(s):
+    # Without a look first whether there is anything to clean: a maximum over
+    # a whole tile takes shared memory that all warpgroups have in common.
     plgpu.barrier_wait(block.values_full.at[slot])
     bad = plgpu.layout_cast(jnp.zeros((KEYS,), jnp.float32), _ROW)
-    for at in parts:
-      flags = jnp.where(jnp.abs(load(at)) < jnp.inf, 0.0, 1.0)
-      bad = jnp.maximum(bad, flags.max(axis=1))
-    return lax.cond(
-      jnp.max(jnp.where(bad > 0, 1, 0)) > 0, lambda s: move(s, bad), keep, s
-    )
-
-  def move(s, bad):
-    for at in parts:
-      v = load(at)
-      v = jnp.where(jnp.abs(v) < jnp.inf, v, 0.0)
-      block.values[at] = v.astype(jnp.bfloat16)
+    for first in range(0, DIM, KEYS):
+      at = (*slot, slice(None), pl.ds(first, KEYS))
+      v = plgpu.load(block.values.at[at], layout=plgpu.Layout.WGMMA)
+      v = v.astype(jnp.float32)
+      finite = jnp.abs(v) < jnp.inf
+      bad = jnp.maximum(bad, jnp.where(finite, 0.0, 1.0).max(axis=1))
+      block.values[at] = jnp.where(finite, v, 0.0).astype(jnp.bfloat16)
     # From rows of values to columns of scores, by way of shared memory.
     block.logs[block.warpgroup] = bad
     plgpu.commit_smem()
@@ -252,10 +242,7 @@ def _clean(block: Block, s: jax.Array, tile: jax.Array, slot):
     bad = lax.broadcast_in_dim(bad, s.shape, (1,))
     return jnp.where(bad > 0, jnp.nan, s)
 
-  def keep(s):
-    return s
-
-  return lax.cond(suspect, look, keep, s), suspect
+  return lax.cond(suspect, clean, lambda s: s, s), suspect
 
 
 def _score(block: Block, slot) -> jax.Array:

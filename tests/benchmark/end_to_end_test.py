@@ -1,25 +1,25 @@
-"""What a drafter is told becomes what the engine writes."""
+"""A golden sequence becomes what the engine generates."""
 
 from kdtree_jax.benchmark import end_to_end
 
 
 def test_revisions_end_where_nothing_changes():
-  """An engine that strays from what it is told at two near-ties."""
+  """An engine whose output differs from the golden one at two near-ties."""
   own, asked = [1, 2, 3, 4, 5, 6], []
 
-  def write(told):
-    asked.append(told)
-    wrong = [i for i, (a, b) in enumerate(zip(told, own, strict=True)) if a - b]
-    # The text is its own up to the first mistake it was told, and behind it
-    # as good as that of AR.
+  def generate(golden):
+    asked.append(golden)
+    pairs = zip(golden, own, strict=True)
+    wrong = [i for i, (a, b) in enumerate(pairs) if a != b]
+    # Right up to the first wrong golden token, and after it as good as AR's.
     first = wrong[0] if wrong else len(own)
-    return [*own[: first + 1], *told[first + 1 :]]
+    return [*own[: first + 1], *golden[first + 1 :]]
 
-  assert end_to_end.revised([1, 2, 9, 4, 9, 6], write) == (own, 2)
+  assert end_to_end.settled([1, 2, 9, 4, 9, 6], generate) == (own, 2)
   assert len(asked) == 3
-  assert end_to_end.revised(own, write) == (own, 0)
+  assert end_to_end.settled(own, generate) == (own, 0)
 
 
 def test_revisions_end_in_any_case():
-  told, revisions = end_to_end.revised([0], lambda told: [told[0] + 1])
-  assert revisions == end_to_end.MAX_REVISIONS == told[0]
+  golden, revisions = end_to_end.settled([0], lambda golden: [golden[0] + 1])
+  assert revisions == end_to_end.MAX_REVISIONS == golden[0]

@@ -40,14 +40,14 @@ def test_bfloat16_is_what_lies_in_memory():
   assert halves == weights.replicated > 0
 
 
-def test_experts_that_independent_rows_touch():
+def test_active_experts_of_independent_rows():
   config = load_config('kimi_k2_6')
   e, k = config.n_routed_experts, config.num_experts_per_tok
   for rows in (1, 17, 65):
     wanted = e * (1 - (1 - k / e) ** rows)
-    found = scale_up.experts_touched(config, rows, 1)
+    found = scale_up.active_experts(config, rows, 1)
     assert found == pytest.approx(wanted, rel=0.01)
-    busiest = scale_up.experts_touched(config, rows, 8)
+    busiest = scale_up.active_experts(config, rows, 8)
     assert wanted / 8 < busiest < wanted
 
 

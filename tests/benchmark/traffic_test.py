@@ -10,7 +10,7 @@ import pytest
 
 from kdtree_jax import api
 from kdtree_jax.benchmark import report, traffic
-from kdtree_jax.benchmark.sweep import Step
+from kdtree_jax.benchmark.sweep import SweepPoint
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.model import abstract_params
@@ -88,11 +88,11 @@ def test_step_by_hand():
   assert (own['head'], own['experts']) == (10, 0)
 
 
-def test_unique_experts_of_a_prefix():
+def test_active_experts_of_a_prefix():
   ids = np.array([[[0, 1], [1, 2], [7, 0], [-1, -1]], [[3, 3]] * 4])
-  assert traffic.unique_experts(ids, 1) == [2, 1]
-  assert traffic.unique_experts(ids, 2) == [3, 1]
-  assert traffic.unique_experts(ids, 4) == [4, 1]
+  assert traffic.active_experts(ids, 1) == [2, 1]
+  assert traffic.active_experts(ids, 2) == [3, 1]
+  assert traffic.active_experts(ids, 4) == [4, 1]
 
 
 def test_attention_flops():
@@ -132,10 +132,12 @@ def test_break_even_and_speedup():
 
 def test_a_step_knows_its_record():
   ar, empty = record(16, 0, 1.0, 'ar'), record(16, 0, 1.0)
-  assert Step(16, None).is_of(ar) and not Step(16, None).is_of(empty)
-  assert Step(16, 0).is_of(empty) and not Step(16, 0).is_of(ar)
-  assert not Step(17, 0).is_of(empty)
-  assert not Step(16, 0).is_of({'kind': 'memory'})
+  assert SweepPoint(16, None).is_of(ar) and not SweepPoint(16, None).is_of(
+    empty
+  )
+  assert SweepPoint(16, 0).is_of(empty) and not SweepPoint(16, 0).is_of(ar)
+  assert not SweepPoint(17, 0).is_of(empty)
+  assert not SweepPoint(16, 0).is_of({'kind': 'memory'})
 
 
 def test_random_parameters():
@@ -154,12 +156,12 @@ def test_random_parameters():
   assert kinds[0] == kinds[1]
   assert (made['norm']['weight'] == 1).all()
   assert (made['gate']['e_score_correction_bias'] == 0).all()
-  drawn = [made['matrix']['weight'], made['same']['weight'], *made['stack']]
-  for values in drawn:
+  sampled = [made['matrix']['weight'], made['same']['weight'], *made['stack']]
+  for values in sampled:
     values = np.asarray(values, np.float32)
     assert values.std() == pytest.approx(0.02, rel=0.05)
     assert abs(values.mean()) < 4 * 0.02 / math.sqrt(values.size)
-  assert len({np.asarray(x).tobytes() for x in drawn}) == len(drawn)
+  assert len({np.asarray(x).tobytes() for x in sampled}) == len(sampled)
   equal = jax.tree.map(np.array_equal, made, again)
   assert all(jax.tree.leaves(equal))
   assert not np.array_equal(made['stack'], other['stack'])

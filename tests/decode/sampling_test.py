@@ -333,7 +333,7 @@ def test_chi_square_finds_a_biased_walk(eight, monkeypatch):
       best.shape[1], dtype=jnp.int32
     ).reshape(1, -1, 1)
     held = (is_child & (tree.tokens[:, None, :] == best[:, :, None])).any(-1)
-    return verified._replace(tokens=jnp.where(held, best, verified.tokens))
+    return verified.replace(tokens=jnp.where(held, best, verified.tokens))
 
   monkeypatch.setattr(stages, 'verify', biased)
   # Or the honest trace would be remembered, and afterwards this one.

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from kdtree_jax import api, generation, sessions
-from kdtree_jax.drafters import dflash
+from kdtree_jax.drafters import attention
 from kdtree_jax.drafters.base import TargetHead
 from kdtree_jax.drafters.dflash import (
   DFlashDrafter,
@@ -111,12 +111,12 @@ def test_a_slot_sees_what_it_should_and_nothing_else(case):
   config = config_of(**MASKS[case])
   rows, width, length = 10, 8, 6
   positions = jnp.arange(rows, dtype=jnp.int32)
-  view = dflash.View(
+  view = attention.View(
     start=jnp.array([[length]], jnp.int32),
     positions=positions[None],
     seen=(positions < length)[None, None],
   )
-  context, block = dflash._visible(config, 0, view, width)
+  context, block = attention.visible_rows(config, 0, view, width)
   context = np.broadcast_to(context[0, 0], (width, rows))
   assert np.array_equal(
     np.concatenate([context, block], axis=1),

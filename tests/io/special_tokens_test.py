@@ -239,7 +239,7 @@ def test_a_broken_tokenizer_is_named(tmp_path):
   (folder / 'tokenizer.json').write_text('{')
   stops = read_stop_ids(folder, raw)
   assert stops.ids == (1, 5) and 'tokenizer.json' in stops.problem
-  assert 'the tokenizer was not asked: ' in describe(folder)
+  assert 'the tokenizer was not read: ' in describe(folder)
 
 
 # ------------------------------------------------------- what a user writes

@@ -11,6 +11,7 @@ from kdtree_jax import api, generation
 from kdtree_jax.decode import SamplingConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import bench_acceptance, resumable_runs
+from kdtree_jax.training.corpus import read_corpus
 from tests.command_line import mode_flags
 from tests.modes.pair import write_pair
 
@@ -120,7 +121,7 @@ def test_what_does_not_belong_together(files, tmp_path):
   target = api.load_target(files / 'target.kdtr')
   drafter = api.load_drafter(files / 'drafter.kdtr', target)
   bench = bench_acceptance._Bench(
-    given, target, drafter, resumable_runs.corpus_of(given), [], None
+    given, target, drafter, read_corpus(given.corpus), [], None
   )
   path.write_text(json.dumps(bench.common) + '\n')
   with np.load(corpus / 'test.npz') as arrays:
@@ -159,17 +160,17 @@ def test_real_text_equal_to_the_models_own_gives_its_rounds(files):
   texts = [[*r.prompt_ids, *r.output_ids] for r in longer]
   forced = generation.force(target, drafter, texts, 6, **options)
   for free, result in zip(own, forced, strict=True):
-    assert result.by_text.acceptance_lengths == free.acceptance_lengths
-    assert result.by_target.acceptance_lengths == free.acceptance_lengths
-    assert result.by_text.rounds == free.rounds
-    assert result.by_text.output_ids == free.output_ids
+    assert result.along_text.acceptance_lengths == free.acceptance_lengths
+    assert result.along_target.acceptance_lengths == free.acceptance_lengths
+    assert result.along_text.rounds == free.rounds
+    assert result.along_text.output_ids == free.output_ids
     assert max(free.acceptance_lengths) > 1
   # Text that the target would never say: its own walk goes on regardless.
   other = [[(t + 1) % 60 for t in text] for text in texts]
   for result in generation.force(target, drafter, other, 6, **options):
-    assert result.by_text.output_ids == result.by_text.output_ids
-    walks = result.by_target.acceptance_lengths
-    assert len(walks) == len(result.by_text.acceptance_lengths)
+    assert result.along_text.output_ids == result.along_text.output_ids
+    walks = result.along_target.acceptance_lengths
+    assert len(walks) == len(result.along_text.acceptance_lengths)
   with pytest.raises(UserError, match='fewer than 32 tokens'):
     generation.force(target, drafter, [texts[0][:31]], 6, **options)
 

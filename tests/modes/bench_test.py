@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 
-from kdtree_jax.benchmark import compile_time, end_to_end, subject
+from kdtree_jax.benchmark import compile_time, end_to_end, model_pair
 from kdtree_jax.modes import bench
 from tests import support
 from tests.command_line import main
@@ -37,15 +37,15 @@ def of(records, kind):
 
 
 def test_bench(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(subject, 'LAYERS', 1)
-  cached, compiled = [], compile_time._in_a_process
+  monkeypatch.setattr(model_pair, 'LAYERS', 1)
+  cached, compiled = [], compile_time._in_new_process
 
-  def in_a_process(*arguments):
+  def in_new_process(*arguments):
     seconds = compiled(*arguments)
     cached.append(sorted(os.listdir(arguments[-1])))
     return seconds
 
-  monkeypatch.setattr(compile_time, '_in_a_process', in_a_process)
+  monkeypatch.setattr(compile_time, '_in_new_process', in_new_process)
   path = tmp_path / 'out.jsonl'
   output = f'--output={path}'
   sweep = ('--context=24,40', '--tree_budget=5', output)
@@ -75,10 +75,10 @@ def test_bench(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow  # tests/benchmark/end_to_end_test.py has most of it.
 def test_end_to_end(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(subject, 'LAYERS', 1)
+  monkeypatch.setattr(model_pair, 'LAYERS', 1)
   path = tmp_path / 'out.jsonl'
   sweep = ('--context=24', '--tree_budget=5', f'--output={path}')
-  told = ('--end_to_end', '--max_new_tokens=40', '--acceptance_rate=0.5')
+  extra = ('--end_to_end', '--max_new_tokens=40', '--acceptance_rate=0.5')
   compiled, counted = end_to_end.compile_all, []
 
   def compile_all(calls):
@@ -90,7 +90,7 @@ def test_end_to_end(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(
     compile_time, 'compile_seconds', lambda *_: {'cold': 1.5, 'warm': None}
   )
-  assert call(*sweep, *told) == 0
+  assert call(*sweep, *extra) == 0
   # All programs were compiled side by side, none when it was their turn.
   assert counted == [support.compilations()]
   table = capsys.readouterr().out
@@ -171,7 +171,7 @@ def check_end_to_end(oracle, half):
     (('--target=x',), 'exclude each other'),
     (('--layers=9',), 'layers=9'),
     (('--drafter=oracle',), '--end_to_end'),
-    (('--output=README.md',), 'no file of --mode=bench'),
+    (('--output=README.md',), 'not a file of --mode=bench'),
     (('--output=missing/x.jsonl',), '--output'),
   ),
 )

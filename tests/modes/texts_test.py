@@ -64,8 +64,8 @@ def test_a_file_of_talks(folder, tmp_path):
   )
   records = lines(done)
   keys = [(r['method'], r['id'], r['turn']) for r in records]
-  talk = [('a', 0), ('a', 1), (1, 0)]
-  assert keys == [(m, *t) for m in ('ar', 'ddtree') for t in talk]
+  dialogue = [('a', 0), ('a', 1), (1, 0)]
+  assert keys == [(m, *t) for m in ('ar', 'ddtree') for t in dialogue]
   for ar, tree in zip(records[:3], records[3:], strict=True):
     assert ar['output_ids'] == tree['output_ids']
     assert ar['text'] == tree['text'] and ar['text'] in done.stderr
@@ -127,7 +127,7 @@ def config(**changes):
 )
 def test_flags_that_do_not_go_together(changes, match):
   with pytest.raises(UserError, match=match):
-    texts.talks(config(**changes), texts.tokenizer_of(config(**changes)))
+    texts.dialogues(config(**changes), texts.tokenizer_of(config(**changes)))
 
 
 def test_turns_need_chat(folder, tmp_path):
@@ -135,7 +135,7 @@ def test_turns_need_chat(folder, tmp_path):
   path.write_text('{"turns": ["x", "y"]}')
   given = config(target=str(folder), prompts=str(path))
   with pytest.raises(UserError, match='2 turns, which need --chat'):
-    texts.talks(given, texts.tokenizer_of(given))
+    texts.dialogues(given, texts.tokenizer_of(given))
   with pytest.raises(UserError, match='--chat is not used with --prompt_ids'):
     config(target=str(folder), prompt_ids=('1',), chat=True)
 
@@ -151,15 +151,15 @@ def test_control_tokens_in_a_prompt_are_text(tmp_path, parsed):
   fields = {'target': str(tmp_path), 'prompt': text}
   given = config(**fields, chat=True, parse_special_in_messages=parsed)
   tokenizer = texts.tokenizer_of(given)
-  (talk,) = texts.talks(given, tokenizer)
-  first = texts.next_ids(talk, 0, tokenizer, True)
-  talk.messages.append({'role': 'assistant', 'content': text})
-  second = texts.next_ids(talk, 0, tokenizer, True)
+  (dialogue,) = texts.dialogues(given, tokenizer)
+  first = texts.next_ids(dialogue, 0, tokenizer, True)
+  dialogue.messages.append({'role': 'assistant', 'content': text})
+  second = texts.next_ids(dialogue, 0, tokenizer, True)
   assert (first.count(258), second.count(258)) == ((2, 6) if parsed else (1, 3))
   # A raw prompt is the user's own to make up.
   raw = config(**fields)
-  (talk,) = texts.talks(raw, tokenizer)
-  assert texts.next_ids(talk, 0, tokenizer, False) == [97, 258]
+  (dialogue,) = texts.dialogues(raw, tokenizer)
+  assert texts.next_ids(dialogue, 0, tokenizer, False) == [97, 258]
 
 
 def test_a_broken_tokenizer_is_no_obstacle_to_ids(folder, tmp_path):

@@ -70,6 +70,7 @@ TOP = {
   'generation',
   'modes',
   'named_configs',
+  'observation',
   'options',
   'sessions',
   '__init__',

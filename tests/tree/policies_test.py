@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_jax import reference, registry
-from kdtree_jax.tree import check_invariants, seed_chain
+from kdtree_jax.tree import check_invariants, keep_top1_chain
 from pallas_kernels.tree_build.reference import SCALE
 
 POLICIES = registry.names('tree_policy')
@@ -145,7 +145,7 @@ def test_policies_agree_on_what_is_possible():
   )  # fmt: skip
   logits = np.float32([*itertools.product(depths, repeat=2)])
   chain, few = grown('chain', logits, 2), grown('best_first', logits, 2)
-  seeded = jax.jit(seed_chain)(few, jnp.asarray(logits))
+  seeded = jax.jit(keep_top1_chain)(few, jnp.asarray(logits))
   tree = grown('best_first', logits, 3 + 9)
   for b, rows in enumerate(logits):
     allowed = [possible(row).nonzero()[0].tolist() for row in rows]

@@ -1,4 +1,4 @@
-"""The flags of every mode: one frozen dataclass a mode."""
+"""The flags of every mode, one frozen dataclass per mode."""
 
 from kdtree_jax.modes.options.fields import Flag, ModeFlags, flags_of
 from kdtree_jax.modes.options.files import (
@@ -16,7 +16,7 @@ from kdtree_jax.modes.options.generating import (
 )
 from kdtree_jax.modes.options.measuring import BenchAcceptanceFlags, BenchFlags
 
-# In the order of the help page; `kdtree_jax/modes/NAME.py` carries each out.
+# In the order of the help page; `kdtree_jax/modes/NAME.py` implements each.
 MODES: dict[str, type[ModeFlags]] = {
   options.mode: options
   for options in (

@@ -1,11 +1,11 @@
-"""Flags as fields: a frozen dataclass a mode, which imports nothing heavy.
+"""Flags as fields of a frozen dataclass per mode, without heavy imports.
 
-A field's annotation is the flag's type and its default is the one that is
-used. `modes/flags.py` reads both.
+The type and the default of a flag are those of its field; `modes/flags.py`
+reads both. Lists are tuples:
 
     tuple[int, ...], tuple[float, ...]   a comma-separated list
-    tuple[str, ...] with `choices`       likewise, of names
-    tuple[str, ...]                      given once for each, taken as it is
+    tuple[str, ...] with `choices`       a comma-separated list of names
+    tuple[str, ...]                      a flag given once per item
 """
 
 import dataclasses
@@ -25,18 +25,18 @@ _KEY = 'flag'
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-  """What a field says of its flag.
+  """The description of a flag.
 
   Attributes:
-    name: of the field and the flag.
-    kind: the type of the value, without None.
-    default: `REQUIRED`, or the value that is used.
-    help: a sentence or two.
-    choices: the values that are allowed, found when they are needed.
-    known: values that help lists, beside which there are others.
-    path: whether the flag names what is read or what is written, or neither.
-    may_be_empty: an empty list means something.
-    group: the title under which help has it.
+    name: name of the field and the flag.
+    kind: type of the value, without None.
+    default: `REQUIRED`, or the default.
+    help: help text.
+    choices: a function that returns the allowed values.
+    known: a function that returns some allowed values, for help.
+    path: whether the value is the path of an input or an output, or None.
+    may_be_empty: whether an empty list is allowed.
+    group: title of its group in help.
   """
 
   name: str
@@ -51,7 +51,7 @@ class Flag:
 
   @property
   def repeated(self) -> bool:
-    """Whether the flag is given once for each item of its list."""
+    """Whether the flag is given once per item of its list."""
     return self.kind == tuple[str, ...] and self.choices is None
 
 
@@ -64,7 +64,7 @@ def flag(
   path: Literal['input', 'output'] | None = None,
   may_be_empty: bool = False,
 ) -> Any:
-  """A field that is a flag; see `Flag` for the arguments."""
+  """A field for a flag; see `Flag` for the arguments."""
   facts = {
     'help': help,
     'choices': choices,
@@ -77,11 +77,11 @@ def flag(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModeFlags:
-  """What one mode was asked for; its checks need neither model nor file.
+  """The flags of one mode, checked without a model or a file.
 
   Attributes:
-    mode: its name.
-    given: the flags that the command line has, whatever their values.
+    mode: name of the mode.
+    given: names of the flags on the command line.
   """
 
   mode: ClassVar[str]
@@ -111,7 +111,7 @@ class ModeFlags:
 
 
 def flags_of(options: type[ModeFlags]) -> Mapping[str, Flag]:
-  """The flags of a mode by name, group by group."""
+  """The flags of a mode by name, in the order of their groups."""
   hints, groups = typing.get_type_hints(options), {}
   for base in reversed(options.__mro__):
     for name in inspect.get_annotations(base):

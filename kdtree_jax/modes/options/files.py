@@ -6,6 +6,7 @@ from kdtree_jax.errors import UserError
 from kdtree_jax.modes.options.fields import REQUIRED, ModeFlags, flag
 from kdtree_jax.modes.options.shared import (
   config_names,
+  target_flag,
   weight_forms,
   weights_flag,
 )
@@ -13,7 +14,7 @@ from kdtree_jax.modes.options.shared import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InspectFlags(ModeFlags):
-  """Says what is in a bundle or a checkpoint folder."""
+  """Describes a bundle or a checkpoint folder."""
 
   mode = 'inspect'
   target: str = flag(
@@ -25,8 +26,8 @@ class InspectFlags(ModeFlags):
 class ConvertFlags(ModeFlags):
   """Turns a checkpoint folder into a bundle, or a bundle into a folder.
 
-  Folders have the Hugging Face layout. With --drafter in place of --target a
-  drafter alone.
+  Folders have the Hugging Face layout. With --drafter and without --target, it
+  converts a drafter alone.
   """
 
   mode = 'convert'
@@ -34,17 +35,19 @@ class ConvertFlags(ModeFlags):
     None, 'A checkpoint folder, or a .kdtr file.', path='input'
   )
   drafter: str | None = flag(
-    None, 'A DFlash folder, for the same bundle or alone.', path='input'
+    None,
+    'A DFlash folder, to put into the bundle of --target or into its own.',
+    path='input',
   )
   weights: str = flag(
     'as_stored',
-    'For a bundle: as_stored keeps quantised weights quantised; bfloat16 and '
-    'float32 expand them and round all weights to it.',
+    'For a bundle: as_stored keeps quantised weights; bfloat16 and float32 '
+    'dequantise them and round all weights to that type.',
     choices=weight_forms,
   )
   output: str = flag(
     REQUIRED,
-    'The .kdtr file of a folder, or the new folder of a bundle.',
+    'The .kdtr file for a folder, or the new folder for a bundle.',
     path='output',
   )
 
@@ -56,14 +59,14 @@ class ConvertFlags(ModeFlags):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MakeBundleFlags(ModeFlags):
-  """Generates a random-weight bundle of a config, with golden answers."""
+  """Makes a bundle of a config with random weights and golden outputs."""
 
   mode = 'make_bundle'
   variant: str = flag(REQUIRED, 'A file in configs/.', choices=config_names)
   seed: int | None = flag(
     None,
-    'Seed of weights and prompt. If it is not given: from the name of the '
-    'variant.',
+    'Seed of weights and prompt. If it is not given: derived from the name of '
+    'the variant.',
   )
   output: str | None = flag(
     None, 'The .kdtr file. If it is not given: VARIANT.kdtr.', path='output'
@@ -72,17 +75,17 @@ class MakeBundleFlags(ModeFlags):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MakeCorpusFlags(ModeFlags):
-  """Makes a tokenizer and token streams of Python sources and their texts."""
+  """Makes a tokenizer and token streams from Python sources and their texts."""
 
   mode = 'make_corpus'
   corpus_sources: tuple[str, ...] = flag(
     REQUIRED,
-    'A folder of sources: site-packages, the standard library, unpacked source '
-    'distributions; give the flag once for each. Only permissive licences are '
-    'taken.',
+    'A folder of sources: site-packages, the standard library or unpacked '
+    'source distributions; give the flag once per folder. Only packages with '
+    'permissive licences are used.',
     path='input',
   )
-  vocab_size: int = flag(4096, 'Tokens of the BPE.')
+  vocab_size: int = flag(4096, 'Tokens of the BPE vocabulary.')
   max_tokens: int | None = flag(
     None, 'Most training tokens. If it is not given: all.'
   )
@@ -99,30 +102,26 @@ class TrainingFlags(ModeFlags):
   )
   train_steps: int | None = flag(
     None,
-    'Length of the schedule. If it is not given: that of the recipe.',
+    'Steps of the schedule. If it is not given: those of the recipe.',
   )
   output: str = flag(
     REQUIRED,
-    'The folder of the run; one that exists is continued.',
+    'The folder of the run, which is continued if it exists.',
     path='output',
   )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainTargetFlags(TrainingFlags):
-  """Trains the model of a config on a corpus, or goes on with it."""
+  """Trains the model of a config on a corpus, or continues a run."""
 
   mode = 'train_target'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainDrafterFlags(TrainingFlags):
-  """Trains a DFlash drafter for a target, or goes on with it."""
+  """Trains a DFlash drafter for a target, or continues a run."""
 
   mode = 'train_drafter'
-  target: str = flag(
-    REQUIRED,
-    'A checkpoint folder in the Hugging Face layout or a .kdtr file.',
-    path='input',
-  )
+  target: str = target_flag(REQUIRED)
   weights: str = weights_flag()

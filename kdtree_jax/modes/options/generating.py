@@ -12,7 +12,7 @@ from kdtree_jax.modes.options.shared import (
   TargetFlags,
   block_size_flag,
   check_budgets,
-  drafter_names,
+  drafter_flag,
   ignore_eos_flag,
   prefill_chunk_flag,
 )
@@ -22,7 +22,7 @@ METHODS = ('ar', 'chain', 'ddtree')
 
 
 def methods() -> Sequence[str]:
-  """How `--mode=generate` can decode."""
+  """The decoding methods of `--mode=generate`."""
   return METHODS
 
 
@@ -30,27 +30,22 @@ def methods() -> Sequence[str]:
 class DemoFlags(ModeFlags):
   """Shows that AR and DDTree give the same tokens, DDTree in fewer forwards.
 
-  First with a drafter that knows the answer, on random weights; then with a
-  small model trained on Python and its own drafter.
+  First with a drafter that knows the output, on random weights; then with a
+  small model trained on Python and its drafter.
   """
 
   mode = 'demo'
   bundle: str | None = flag(
     None,
-    'A .kdtr file with a golden prompt. If it is not given: the tiny one that '
-    'ships, and after it the trained pair.',
+    'A .kdtr file with a golden prompt. If it is not given: the tiny one in '
+    'the package, then the trained pair.',
     path='input',
   )
-  drafter: str = flag(
-    'oracle',
-    'A DFlash folder, a .kdtr file with a drafter, or a name.',
-    known=drafter_names,
-    path='input',
-  )
+  drafter: str = drafter_flag('oracle')
   block_size: int | None = block_size_flag()
-  max_new_tokens: int = flag(24, 'Tokens to produce.')
+  max_new_tokens: int = flag(24, 'Tokens to generate.')
   tree_budget: int = flag(
-    16, 'Draft nodes verified a round, the root not counted.'
+    16, 'Draft nodes verified per round, without the root.'
   )
 
   def __post_init__(self):
@@ -64,21 +59,22 @@ class SamplingFlags(ModeFlags):
 
   temperature: float = flag(
     GenerateOptions.temperature,
-    '0 takes the most probable token; above it tokens are drawn, and AR and '
-    'DDTree draw the same.',
+    '0 is greedy; above 0 tokens are sampled, the same by AR and by DDTree.',
   )
   top_k: int = flag(
-    GenerateOptions.top_k, 'Draw among the k most probable; 0 for all.'
+    GenerateOptions.top_k, 'Sample from the k most probable tokens; 0 for all.'
   )
   top_p: float = flag(
     GenerateOptions.top_p,
-    'Draw among the most probable that together reach this; 1 for all.',
+    'Sample from the most probable tokens that together reach this '
+    'probability; 1 for all.',
   )
   min_p: float = flag(
-    GenerateOptions.min_p, "Drop tokens below this share of the best one's."
+    GenerateOptions.min_p,
+    'Drop tokens below this share of the highest probability.',
   )
   seed: int = flag(
-    GenerateOptions.seed, 'Seed of the draws; prompt i has seed + i.'
+    GenerateOptions.seed, 'Seed of sampling; prompt i has seed + i.'
   )
 
 
@@ -95,9 +91,8 @@ class StopFlags(ModeFlags):
   ignore_eos: bool = ignore_eos_flag()
   stop_strings: tuple[str, ...] = flag(
     (),
-    'Text that ends the output, across token borders too, taken as it is, '
-    'blanks and commas included; give the flag once for each. Needs a '
-    'tokenizer.',
+    'Text that ends the output, also across tokens; blanks and commas are '
+    'part of it. Give the flag once per text. Needs a tokenizer.',
     may_be_empty=True,
   )
 
@@ -118,17 +113,16 @@ class GenerateFlags(
   RatedDrafterFlags,
   TargetFlags,
 ):
-  """Continues prompts by AR, DFlash chain and DDTree, one JSON line a run."""
+  """Continues prompts by AR, DFlash chain and DDTree, as JSON lines."""
 
   mode = 'generate'
   methods: tuple[str, ...] | None = flag(
     None,
-    'How to decode, one or several. If it is not given: all; ar without '
-    '--drafter.',
+    'How to decode. If it is not given: by all, or by ar without --drafter.',
     choices=methods,
   )
   batch_size: int = flag(
-    1, 'Prompts in one loop; those of one capacity go together.'
+    1, 'Prompts of one capacity that are decoded together.'
   )
   capacity: int | None = flag(
     None,
@@ -171,14 +165,14 @@ class GenerateFlags(
 
   @property
   def used_methods(self) -> tuple[str, ...]:
-    """`methods`, or those that the drafter allows."""
+    """The methods that are given, or else all possible ones."""
     if self.methods is not None:
       return self.methods
     return METHODS if self.drafter is not None else ('ar',)
 
   @property
   def options(self) -> GenerateOptions:
-    """What does not differ between methods and budgets.
+    """The options of all methods and budgets.
 
     Raises:
       UserError: a value out of range.
@@ -200,26 +194,21 @@ class GenerateFlags(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditFlags(DecodingFlags, PromptFlags, RatedDrafterFlags, TargetFlags):
-  """Says whether DDTree's output is AR's, token for token.
+  """Checks that DDTree's output is that of AR, token for token.
 
-  A divergence is judged by noise that is measured without the engine. Exit
-  status 1 if one is no near-tie.
+  Judges a divergence by noise that is measured without the engine; the exit
+  status is 1 if one is not a near-tie.
   """
 
   mode = 'audit'
-  drafter: str = flag(
-    REQUIRED,
-    'A DFlash folder, a .kdtr file with a drafter, or a name.',
-    known=drafter_names,
-    path='input',
-  )
+  drafter: str = drafter_flag(REQUIRED)
   output: str | None = flag(
-    None, 'A JSONL file of reports. If it is not given: none.', path='output'
+    None, 'A JSONL file for reports. If it is not given: none.', path='output'
   )
 
   @property
   def options(self) -> GenerateOptions:
-    """What does not differ between budgets.
+    """The options of all budgets.
 
     Raises:
       UserError: a value out of range.

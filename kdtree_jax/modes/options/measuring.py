@@ -8,13 +8,14 @@ from kdtree_jax.modes.options.shared import (
   DrafterFlags,
   TargetFlags,
   check_budgets,
-  drafter_names,
+  drafter_flag,
   dtype_flag,
   dtype_names,
   ignore_eos_flag,
   kernels_flag,
   prefill_chunk_flag,
   prompts_flag,
+  target_flag,
   weights_flag,
 )
 from kdtree_jax.options import GenerateOptions
@@ -22,9 +23,9 @@ from kdtree_jax.options import GenerateOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchFlags(DrafterFlags, TargetFlags):
-  """Times AR and rounds of several budgets, beside the bytes they must move.
+  """Times AR and rounds by budget and context, beside the bytes they must move.
 
-  For every budget and context; a file of records that exists is continued.
+  Continues a file of records that exists.
   """
 
   mode = 'bench'
@@ -34,16 +35,12 @@ class BenchFlags(DrafterFlags, TargetFlags):
     'GPU, else float32.',
     choices=dtype_names,
   )
-  drafter: str | None = flag(
-    None,
-    'A DFlash folder, a .kdtr file with a drafter, or a name. If it is not '
-    'given: random weights, 5 layers.',
-    known=drafter_names,
-    path='input',
+  drafter: str | None = drafter_flag(
+    None, ' If it is not given: random weights, 5 layers.'
   )
   tree_budget: tuple[int, ...] | None = flag(
     None,
-    'Draft nodes verified a round, the root not counted. If it is not given: '
+    'Draft nodes verified per round, without the root. If it is not given: '
     '0,4,8,16,32,64,128,256,512, and 16,64 for --end_to_end.',
   )
   context: tuple[int, ...] = flag(
@@ -53,13 +50,13 @@ class BenchFlags(DrafterFlags, TargetFlags):
   end_to_end: bool = flag(
     False,
     'Also decode --max_new_tokens after the first context by AR and by DDTree, '
-    'with drafters that are told the answer but pay for a real draft.',
+    'with drafters that know the output but cost as much as a real draft.',
   )
   acceptance_rate: float = flag(
-    0.8, 'With --end_to_end: how often the second drafter is right, 0..1.'
+    0.8, 'With --end_to_end: share of right drafts of the second drafter, 0..1.'
   )
   max_new_tokens: int = flag(
-    GenerateOptions.max_new_tokens, 'With --end_to_end: tokens to produce.'
+    GenerateOptions.max_new_tokens, 'With --end_to_end: tokens to generate.'
   )
   output: str | None = flag(
     None,
@@ -88,11 +85,11 @@ class PassageFlags(ModeFlags):
 
   corpus: str | None = flag(
     None,
-    'A folder that make_corpus wrote; prompts are passages of its test split, '
-    'each of another document.',
+    'A folder of make_corpus; prompts are passages of its test split, each of '
+    'another document.',
     path='input',
   )
-  num_prompts: int = flag(100, 'With --corpus: passages.')
+  num_prompts: int = flag(100, 'With --corpus: number of passages.')
   prompt_length: int = flag(
     128, 'With --corpus: tokens of a passage that are the prompt.'
   )
@@ -110,46 +107,37 @@ class PassageFlags(ModeFlags):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchAcceptanceFlags(PassageFlags, DrafterFlags):
-  """Measures how much of the drafts is accepted, by budget and temperature.
+  """Measures the acceptance of drafts by budget and temperature.
 
-  On the model's own text and on real text; exit status 1 if an output is not
-  AR's.
+  On the model's own text and, with --corpus, on real text by teacher forcing.
+  The exit status is 1 if an output is not that of AR.
   """
 
   mode = 'bench_acceptance'
-  target: str = flag(
-    REQUIRED,
-    'A checkpoint folder in the Hugging Face layout or a .kdtr file.',
-    path='input',
-  )
-  drafter: str = flag(
-    REQUIRED,
-    'A DFlash folder, a .kdtr file with a drafter, or a name.',
-    known=drafter_names,
-    path='input',
-  )
+  target: str = target_flag(REQUIRED)
+  drafter: str = drafter_flag(REQUIRED)
   dtype: str = dtype_flag()
   weights: str = weights_flag()
   max_new_tokens: int = flag(
-    GenerateOptions.max_new_tokens, 'Tokens to produce.'
+    GenerateOptions.max_new_tokens, 'Tokens to generate.'
   )
   tree_budget: tuple[int, ...] = flag(
     (4, 8, 16, 32, 64, 128, 256, 512),
-    'Draft nodes verified a round, the root not counted.',
+    'Draft nodes verified per round, without the root.',
   )
   temperature: tuple[float, ...] = flag(
-    (0.0, 0.8, 1.0), 'Temperatures; at 0 the most probable token is taken.'
+    (0.0, 0.8, 1.0), 'Temperatures; 0 is greedy.'
   )
   seed: int = flag(
-    GenerateOptions.seed, 'Seed of the draws; prompt i has seed + i.'
+    GenerateOptions.seed, 'Seed of sampling; prompt i has seed + i.'
   )
   ignore_eos: bool = ignore_eos_flag()
-  batch_size: int = flag(32, 'Prompts in one loop.')
+  batch_size: int = flag(32, 'Prompts that are decoded together.')
   prefill_chunk: int = prefill_chunk_flag()
   kernels: str = kernels_flag()
   output: str | None = flag(
     None,
-    'A JSONL file, continued if it exists; the tables go beside it, as .md.',
+    'A JSONL file, continued if it exists; tables are beside it, as .md.',
     path='output',
   )
   plots: str | None = flag(
@@ -166,5 +154,5 @@ class BenchAcceptanceFlags(PassageFlags, DrafterFlags):
 
   @property
   def temperatures(self) -> list[float]:
-    """`temperature` in order, each once."""
+    """The different temperatures, in order."""
     return sorted(set(self.temperature))

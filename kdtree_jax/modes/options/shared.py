@@ -1,4 +1,4 @@
-"""Groups of flags that several modes have."""
+"""Flags and groups of flags that several modes share."""
 
 import dataclasses
 import importlib
@@ -13,43 +13,43 @@ from kdtree_jax.options import GenerateOptions
 
 
 def config_names() -> Sequence[str]:
-  """The files of `configs/`."""
+  """Names of the files in `configs/`."""
   from kdtree_jax import named_configs
 
   return named_configs.config_names()
 
 
 def drafter_names() -> Sequence[str]:
-  """The drafters that need no file."""
+  """Names of the drafters without a file."""
   importlib.import_module('kdtree_jax.drafters')  # It registers them.
   return registry.names('drafter')
 
 
 def tree_policies() -> Sequence[str]:
-  """The policies of the registry."""
+  """Names of the tree policies."""
   importlib.import_module('kdtree_jax.tree')  # It registers them.
   return registry.names('tree_policy')
 
 
 def kernel_names() -> Sequence[str]:
-  """`auto` and the implementations."""
+  """`auto` and the names of the implementations."""
   from kdtree_jax.decode.engine import KERNELS
 
   return KERNELS
 
 
 def dtype_names() -> Sequence[str]:
-  """What models compute in."""
+  """Types of the computation."""
   return ('float32', 'bfloat16')
 
 
 def weight_forms() -> Sequence[str]:
-  """What weights are loaded as."""
+  """Values of `--weights`."""
   return ('as_stored', *dtype_names())
 
 
 def check_budgets(*budgets: int) -> None:
-  """Refuses a `--tree_budget` that no program can have."""
+  """Checks values of `--tree_budget`."""
   for budget in budgets:
     DecodeConfig(tree_budget=budget, draft_depth=1)
 
@@ -58,10 +58,29 @@ def weights_flag() -> Any:
   """`--weights` of a target that is loaded."""
   return flag(
     'as_stored',
-    'as_stored keeps quantised weights quantised and expands them where they '
-    'are used; bfloat16 and float32 expand them while loading and round all '
-    'weights to it.',
+    'as_stored keeps quantised weights and dequantises them where they are '
+    'used; bfloat16 and float32 dequantise them while loading and round all '
+    'weights to that type.',
     choices=weight_forms,
+  )
+
+
+def target_flag(default: Any) -> Any:
+  """`--target`."""
+  return flag(
+    default,
+    'A checkpoint folder in the Hugging Face layout or a .kdtr file.',
+    path='input',
+  )
+
+
+def drafter_flag(default: Any, help: str = '') -> Any:
+  """`--drafter`; `help` follows the common text."""
+  return flag(
+    default,
+    f'A DFlash folder, a .kdtr file with a drafter, or a name.{help}',
+    known=drafter_names,
+    path='input',
   )
 
 
@@ -78,15 +97,15 @@ def kernels_flag() -> Any:
   """`--kernels`."""
   return flag(
     GenerateOptions.kernels,
-    'auto takes the Mosaic kernels on a Hopper GPU and the plain reference '
-    'elsewhere; a name insists on one of them.',
+    'auto uses the Mosaic kernels on a Hopper GPU and the reference elsewhere; '
+    'a name selects one implementation.',
     choices=kernel_names,
   )
 
 
 def prefill_chunk_flag() -> Any:
   """`--prefill_chunk`."""
-  return flag(GenerateOptions.prefill_chunk, 'Prompt tokens a prefill step.')
+  return flag(GenerateOptions.prefill_chunk, 'Prompt tokens per prefill step.')
 
 
 def ignore_eos_flag() -> Any:
@@ -98,7 +117,7 @@ def prompts_flag() -> Any:
   """`--prompts`."""
   return flag(
     None,
-    'A JSONL file of prompts, a line {"id", "prompt"} or {"id", "turns"}; '
+    'A JSONL file with {"id", "prompt"} or {"id", "turns"} in each line; '
     'several turns need --chat; - is the standard input.',
     path='input',
   )
@@ -108,7 +127,7 @@ def block_size_flag() -> Any:
   """`--block_size`."""
   return flag(
     None,
-    '1 + positions drafted a round. If it is not given: what the drafter was '
+    '1 + positions drafted per round. If it is not given: what the drafter was '
     'trained for; 8 for one without a file.',
   )
 
@@ -117,11 +136,7 @@ def block_size_flag() -> Any:
 class TargetFlags(ModeFlags):
   """The target."""
 
-  target: str | None = flag(
-    None,
-    'A checkpoint folder in the Hugging Face layout or a .kdtr file.',
-    path='input',
-  )
+  target: str | None = target_flag(None)
   config: str | None = flag(
     None,
     'Instead of --target: random weights in the shape of a file in configs/, '
@@ -129,7 +144,7 @@ class TargetFlags(ModeFlags):
     choices=config_names,
   )
   layers: int | None = flag(
-    None, 'With --config: its first so many layers only.'
+    None, 'With --config: number of leading layers to keep.'
   )
   weights: str = weights_flag()
 
@@ -148,14 +163,11 @@ class TargetFlags(ModeFlags):
 class DrafterFlags(ModeFlags):
   """The drafter."""
 
-  drafter: str | None = flag(
+  drafter: str | None = drafter_flag(
     None,
-    'A DFlash folder, a .kdtr file with a drafter, or a name. oracle knows the '
-    'answer, acceptance_rate now and then, adversarial avoids it, random and '
-    'repeat look at nothing, null proposes nothing, dflash by name is '
-    'untrained.',
-    known=drafter_names,
-    path='input',
+    ' oracle drafts right tokens, acceptance_rate right ones at a rate, '
+    'adversarial wrong ones, random random ones, repeat the last one again, '
+    'null none; dflash by name is untrained.',
   )
   block_size: int | None = block_size_flag()
   drafter_attention_factor: float | None = flag(
@@ -171,8 +183,8 @@ class RatedDrafterFlags(DrafterFlags):
 
   acceptance_rate: float | None = flag(
     None,
-    'With --drafter=acceptance_rate: how often the drafter is right, 0..1. If '
-    'it is not given: 0.8.',
+    'With --drafter=acceptance_rate: share of right drafts, 0..1. If it is not '
+    'given: 0.8.',
   )
 
 
@@ -185,19 +197,18 @@ class PromptFlags(ModeFlags):
   )
   prompt: str | None = flag(
     None,
-    "The prompt as text, for the checkpoint's tokenizer. Special tokens that "
-    'it spells out are those tokens, unless with --chat.',
+    'The prompt as text. Special tokens in it are those tokens, unless with '
+    '--chat.',
   )
   prompts: str | None = prompts_flag()
   chat: bool = flag(
     False,
-    "Put the prompt into the checkpoint's chat template; there special tokens "
-    'that it spells out are plain text.',
+    "Put the prompt into the checkpoint's chat template; special tokens in the "
+    'prompt are then plain text.',
   )
   parse_special_in_messages: bool = flag(
     False,
-    'With --chat: special tokens that a message spells out are those tokens, '
-    'not text.',
+    'With --chat: special tokens in messages are those tokens, not text.',
   )
 
   def __post_init__(self):
@@ -218,11 +229,11 @@ class DecodingFlags(ModeFlags):
 
   dtype: str = dtype_flag()
   max_new_tokens: int = flag(
-    GenerateOptions.max_new_tokens, 'Tokens to produce.'
+    GenerateOptions.max_new_tokens, 'Tokens to generate.'
   )
   tree_budget: tuple[int, ...] = flag(
     (GenerateOptions.tree_budget,),
-    'Draft nodes verified a round, the root not counted; a list gives one run '
+    'Draft nodes verified per round, without the root; a list gives one run '
     'each.',
   )
   tree_policy: str = flag(

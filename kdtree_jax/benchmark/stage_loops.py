@@ -1,14 +1,15 @@
-"""Loops on the device over single stages of a round, and what they yield.
+"""Loops on the device over single stages of a round, to time them.
 
-The operands of every iteration are tied to its number, or the compiler would
-take the work out of the loop; nothing waits for the host in between.
+The operands of every iteration are made to depend on its number: otherwise XLA
+would hoist the work out of the loop. The host takes no part in between.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int32
 
 from kdtree_jax.decode import DecodeState, Engine
 from kdtree_jax.decode import round as stages
@@ -17,8 +18,10 @@ from kdtree_jax.model import ForwardOutput
 from kdtree_jax.tree import Acceptance, DraftTree
 
 
-def _loop(count: jax.Array, call: Any, operands: Any) -> Any:
-  """`call(operands)`, `count` times; the last result."""
+def _loop[T, R](
+  count: Int32[Array, ''], call: Callable[[T], R], operands: T
+) -> R:
+  """The result of `call(operands)` after `count` calls."""
   shapes = jax.eval_shape(call, operands)
   empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
@@ -30,8 +33,8 @@ def _loop(count: jax.Array, call: Any, operands: Any) -> Any:
 
 
 def draft_loop(
-  engine: Engine, params: Params, state: DecodeState, count: jax.Array
-) -> Any:
+  engine: Engine, params: Params, state: DecodeState, count: Int32[Array, '']
+) -> Float[Array, 'B D V']:
   """`count` drafts after the same root."""
 
   def call(tokens):
@@ -44,8 +47,8 @@ def build_loop(
   engine: Engine,
   params: Params,
   state: DecodeState,
-  count: jax.Array,
-  drafted: Any,
+  count: Int32[Array, ''],
+  drafted: Float[Array, 'B D V'],
 ) -> DraftTree:
   """`count` trees of the same draft."""
   del params
@@ -56,11 +59,11 @@ def accept_loop(
   engine: Engine,
   params: Params,
   state: DecodeState,
-  count: jax.Array,
+  count: Int32[Array, ''],
   tree: DraftTree,
-  tokens: jax.Array,
+  tokens: Int32[Array, 'B N'],
 ) -> Acceptance:
-  """`count` walks through the same tree, for target tokens `[B, N]`."""
+  """`count` walks through the same tree along the same target tokens."""
   del params
 
   def call(operands):
@@ -73,12 +76,12 @@ def commit_loop(
   engine: Engine,
   params: Params,
   state: DecodeState,
-  count: jax.Array,
+  count: Int32[Array, ''],
   tree: DraftTree,
   out: ForwardOutput,
   acceptance: Acceptance,
 ) -> DecodeState:
-  """`count` commits behind the same length. Consumes `state`."""
+  """`count` commits after the same length. Consumes `state`."""
 
   def body(i, state):
     tied, _ = lax.optimization_barrier(((out, acceptance), i))
@@ -96,7 +99,8 @@ def commit_loop(
 def forward_output(
   engine: Engine, state: DecodeState, tree: DraftTree
 ) -> ForwardOutput:
-  """Ones in the place of what a verify leaves for `commit_loop`."""
+  """Ones in place of a verify's result, for `commit_loop`."""
+  assert engine.drafter is not None
   layers, _, _, width = state.cache.latent.shape
   dtype, (batch, rows) = state.cache.latent.dtype, tree.tokens.shape
   taps = len(engine.drafter.tap_layers) * engine.config.hidden_size
@@ -110,16 +114,18 @@ def forward_output(
 
 def routed_round(
   engine: Engine, params: Params, state: DecodeState
-) -> tuple[DecodeState, jax.Array]:
-  """One round, and where its rows went: `[layers, N, K]`, -1 for nowhere.
+) -> tuple[DecodeState, Int32[Array, 'moe_layers N K']]:
+  """One round, and the experts of its rows, -1 for padding.
 
-  A tree of a smaller budget is its first nodes, and a node's routing depends
-  on its ancestors alone: the largest budget answers for all. Consumes `state`.
+  A tree of a smaller budget is a prefix of this one, and a node's routing
+  depends on its ancestors alone: so the largest budget gives the experts of all
+  budgets. Consumes `state`.
   """
   state, trace = stages.decode_round(engine, params, state)
+  assert trace.verified is not None
   tree, routing = trace.tree, trace.verified.out.routing
-  chosen = engine.config.num_experts_per_tok
   if not routing:
-    return state, jnp.zeros((0, tree.tokens.shape[1], chosen), jnp.int32)
+    shape = (0, tree.tokens.shape[1], engine.config.num_experts_per_tok)
+    return state, jnp.zeros(shape, jnp.int32)
   ids = jnp.stack([layer.ids[0] for layer in routing])
   return state, jnp.where(tree.valid[0][None, :, None], ids, -1)

@@ -1,4 +1,4 @@
-"""The pair that is measured, and the engines of a sweep."""
+"""The target and drafter that are measured, and the engines of a sweep."""
 
 import dataclasses
 
@@ -21,14 +21,15 @@ def random_drafter(
 ) -> LoadedDrafter:
   """A DFlash drafter of 5 layers with random weights, for any target.
 
-  The sizes follow those that are published: heads of 128, one for 64 of the
-  hidden size up to 64 of them, a key head for 8 of those, a SwiGLU three times
-  as wide as the model (hidden 2048: 32 and 4 heads, 6144).
+  Its sizes follow those of published drafters: heads of size 128; hidden_size /
+  64 of them, at most 64; a key-value head for 8 of them; and a SwiGLU three
+  times as wide as the model. A hidden size of 2048 gives 32 heads, 4 key-value
+  heads and 6144.
 
   Args:
-    target: that it drafts for.
-    block_size: the root included.
-    positions: most tokens of a sequence.
+    target: the target that it drafts for.
+    block_size: positions of a block, the root included.
+    positions: the most tokens of a sequence.
   """
   c = target.config
   heads = max(1, min(64, c.hidden_size // 64))
@@ -44,7 +45,7 @@ def random_drafter(
     vocab_size=c.vocab_size,
     block_size=block_size,
     mask_token_id=c.vocab_size - 1,
-    # A target of few layers has no third last: its taps repeat.
+    # A target of few layers has no third last one: its taps repeat.
     target_layer_ids=tuple(min(max(tap, 0), last) for tap in taps),
     num_target_layers=c.num_hidden_layers,
     rope_theta=c.rope_theta,
@@ -58,14 +59,14 @@ def random_drafter(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Subject:
+class ModelPair:
   """A target and a drafter at one capacity.
 
   Attributes:
-    target: with the config that the engines run on.
-    drafter: likewise.
+    target: the target, with the config that the engines run on.
+    drafter: the drafter.
     capacity: rows of every cache, whatever the context.
-    room: of those, what lies behind the longest context.
+    room: how many of those are left after the longest context.
     prefill_chunk: tokens of a prefill step, at least a block.
     kernels: `auto` or an implementation.
   """
@@ -78,18 +79,22 @@ class Subject:
   kernels: str
 
   def params(self, engine: Engine) -> Params:
-    """What the engine's programs take; AR has no use for a drafter's."""
+    """Parameters for an engine's programs; AR's take no drafter's."""
     drafter = self.drafter.params if engine.drafter else {}
     return {'target': self.target.params, 'drafter': drafter}
 
   @property
+  def block_size(self) -> int:
+    return self.drafter.block_size
+
+  @property
   def nbytes(self) -> int:
-    """Of all parameters."""
+    """Bytes of all parameters."""
     both = (self.target.params, self.drafter.params)
     return sum(leaf.nbytes for leaf in jax.tree.leaves(both))
 
   def engine(self, tree_budget: int | None) -> Engine:
-    """Of a round at this budget; None: of an AR step."""
+    """The engine of a round at this budget, or of an AR step for None."""
     drafts = tree_budget is not None
     decode = DecodeConfig(
       tree_budget=tree_budget or 0,
