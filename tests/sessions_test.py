@@ -35,6 +35,14 @@ def wanted(pair, prompt):
   return generation.generate(*pair, prompt, **OPTIONS)
 
 
+@pytest.fixture(autouse=True)
+def heard():
+  """Python's handler of Ctrl-C, which a shell's background job is without."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
 def interrupting(function, calls, before=False):
   """A function that Ctrl-C meets in its calls of these numbers."""
   count = 0
