@@ -346,7 +346,7 @@ def _collect(
       bits = np.zeros((*trace.tree.tokens.shape, 0), np.uint32)
       tree = trace.tree.replace(ancestors=bits)
       trace = jax.device_get(trace.replace(tree=tree))
-      for row in np.flatnonzero(active):
+      for row in np.flatnonzero(active).tolist():
         committed[row].append(RoundRecord.of(trace.tree, trace.committed, row))
         own[row].append(RoundRecord.of(trace.tree, trace.acceptance, row))
     # A copy: the next step consumes the state.
