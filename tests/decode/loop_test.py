@@ -226,16 +226,19 @@ def test_stop_is_the_end(stop):
 
 
 def test_a_stop_at_the_last_allowed_token_is_a_stop():
+  """And one right after it is none, even where the same walk accepts it."""
   engine, params = trained()
   output = golden(40)
-  count = next(i for i in range(8, 40) if output[i] not in output[:i]) + 1
-  for allowed, reason in ((count, 'stop'), (count - 1, 'length')):
+  firsts = [i for i in range(1, 40) if output[i] not in output[:i]]
+  for index, allowed in itertools.product(firsts, (0, 1)):
+    allowed += index
     state, seconds = drivers.decode_to_end(
       engine,
       params,
-      fresh(engine, new_tokens=allowed, stop_ids=(output[count - 1],)),
+      fresh(engine, new_tokens=allowed, stop_ids=(output[index],)),
     )
     result = drivers.result_of(state, 0, allowed, seconds)
+    reason = 'stop' if allowed > index else 'length'
     assert (result.stop_reason, len(result.output_ids)) == (reason, allowed)
 
 
