@@ -242,6 +242,29 @@ def test_a_stop_at_the_last_allowed_token_is_a_stop():
     assert (result.stop_reason, len(result.output_ids)) == (reason, allowed)
 
 
+def test_finished_rows_and_padding_are_routed_to_no_expert(monkeypatch):
+  """They change no output, so that only their routing can show them."""
+  engine, params = trained()
+  state = fresh(engine, [[1, 2, 3]] * 3)
+  state = state.replace(done=jnp.array([True, False, False]))
+  shape = (3, engine.decode.draft_depth, engine.config.vocab_size)
+  # The last row has nothing to draft: all but its root is padding.
+  possible = jnp.array([0, 0, -jnp.inf]).reshape(3, 1, 1)
+  tree = build_tree(engine, state, jnp.zeros(shape) + possible)
+  honest, routed = Engine.apply, []
+
+  def apply(self, params, *operands, method=None):
+    if method is None:
+      routed.append(operands[3])
+    return honest(self, params, *operands, method=method)
+
+  monkeypatch.setattr(Engine, 'apply', apply)
+  verify(engine, params, state, tree)
+  (valid,) = routed
+  nodes = 1 + engine.decode.tree_budget
+  assert valid.sum(axis=1).tolist() == [0, nodes, 1]
+
+
 def test_rejected_siblings_do_not_stop():
   """Every token that is never produced is a stop; many of them are drafted."""
   engine, params = trained(tree_budget=64)
