@@ -13,6 +13,7 @@ from kdtree_jax.decode import Engine, SamplingConfig, drivers, init_state
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.sampling import (
   Sampling,
+  greedy_tokens,
   kept_tokens,
   position_noise,
   sampled_tokens,
@@ -197,6 +198,11 @@ def test_settings_do_sample(autoregressive):
   hot = [i for i, s in enumerate(SETTINGS) if s.temperature == 2.0]
   outputs = {tuple(autoregressive[i, PROMPT:]) for i in hot}
   assert len(outputs) == len(hot)
+
+
+def test_greedy_ties_go_to_the_lowest_id():
+  logits = jnp.array([[[0.0, 2, 2, 1], [3, 3, 3, 3]], [[-1, -2, -2, -1]] * 2])
+  assert greedy_tokens(logits).tolist() == [[1, 0], [0, 0]]
 
 
 def test_operands_compile_nothing():
