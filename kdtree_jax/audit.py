@@ -24,6 +24,7 @@ from kdtree_jax import api, checks, generation
 from kdtree_jax.decode import DecodeState
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.compilation import Call, compile_all, start_compiling
+from kdtree_jax.decode.prefill import prefill
 from kdtree_jax.decode.state import HostState
 from kdtree_jax.divergence import Divergence, judge
 from kdtree_jax.drafters.null import NullDrafter
@@ -137,6 +138,7 @@ def audit_prompt(
   ]
   full = None
   if options.tree_policy in ('best_first', 'chain'):
+    assert isinstance(options.tree_budget, int)
     horizon = min(drafter.block_size - 1, options.tree_budget)
     full = _full_acceptance(found.oracle, found.golden, horizon)
   context_error, context_noise = _context_error(
@@ -334,7 +336,7 @@ def _context_error(
     Call(function, engine, each.params, each.state)
     for each in requests
     for function, engine in (
-      (stages.prefill, each.engine.for_prefill()),
+      (prefill, each.engine.for_prefill()),
       (stages.draft, each.engine),
     )
   ]

@@ -1,6 +1,7 @@
 """Frozen, hashable, validated configurations, with Hugging Face field names."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -396,7 +397,10 @@ class DecodeConfig:
   """The static shape of a decoding program.
 
   Attributes:
-    tree_budget: draft nodes verified a round, the root not counted.
+    tree_budget: most draft nodes verified a round, the root not counted.
+    widths: empty for a round that always verifies `tree_budget` nodes. Else
+      each round chooses its number of nodes by cost; there is a program for
+      each of these numbers, ascending, the last one `tree_budget`.
     draft_depth: D, the positions drafted a round: block_size - 1.
     tree_policy: name in the registry of kind `tree_policy`.
     capacity: most tokens (prompt and output) that a row may hold.
@@ -408,6 +412,7 @@ class DecodeConfig:
 
   tree_budget: int
   draft_depth: int
+  widths: tuple[int, ...] = ()
   tree_policy: str = 'best_first'
   capacity: int = 512
   prefill_chunk: int = 64
@@ -424,6 +429,12 @@ class DecodeConfig:
     _require(
       0 <= self.draft_depth <= MAX_DRAFT_DEPTH,
       f'block_size={self.draft_depth + 1} is not in 1..{MAX_DRAFT_DEPTH + 1}',
+    )
+    ordered = all(a < b for a, b in itertools.pairwise((0, *self.widths)))
+    _require(ordered, f'widths={self.widths} are not positive and ascending')
+    _require(
+      not self.widths or self.tree_budget in (0, self.widths[-1]),
+      f'widths={self.widths} do not end in tree_budget={self.tree_budget}',
     )
     _require(self.capacity >= 1, f'capacity={self.capacity} is below 1')
     _require(

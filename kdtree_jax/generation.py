@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax.api import LoadedDrafter, Target, check_pair
+from kdtree_jax.benchmark.cost_measurement import resolve_costs
+from kdtree_jax.calibrations import read_calibration
 from kdtree_jax.checks import integer, integers, sequence
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import (
@@ -22,6 +24,7 @@ from kdtree_jax.decode import (
   drivers,
   init_state,
 )
+from kdtree_jax.decode.budget import init_budget
 from kdtree_jax.decode.compilation import Call, compile_all
 from kdtree_jax.decode.round import RoundTrace
 from kdtree_jax.decode.state import (
@@ -38,6 +41,7 @@ from kdtree_jax.options import (
 )
 
 MIN_CAPACITY = 64
+AUTO_WIDTHS = (16, 64)
 
 Prompts = Sequence[Sequence[int]]
 
@@ -126,81 +130,6 @@ def continue_prompts(
   return _recorded(request) if record_rounds else finished(request)
 
 
-@dataclasses.dataclass(frozen=True)
-class TeacherForcedResult:
-  """The result of teacher forcing along one text.
-
-  Attributes:
-    along_text: accepts drafts that agree with the text, its output.
-    along_target: accepts drafts that agree with the target's own tokens, from
-      the same roots.
-  """
-
-  along_text: GenerateResult
-  along_target: GenerateResult
-
-
-def force(
-  target: Target,
-  drafter: LoadedDrafter,
-  texts: Prompts,
-  prompt_length: int,
-  **options: Unpack[GenerateKeywords],
-) -> list[TeacherForcedResult]:
-  """Decodes B texts with teacher forcing: rounds commit the given tokens.
-
-  Args:
-    target: the model.
-    drafter: one that needs no golden continuation.
-    texts: B sequences of at least `prompt_length + max_new_tokens` ids.
-    prompt_length: number of leading tokens of each text that are its prompt.
-    **options: fields of `GenerateOptions`; stop ids are ignored.
-
-  Raises:
-    UserError: bad input, such as a text that is too short.
-  """
-  given = GenerateOptions(**options)
-  return teacher_forced(target, drafter, texts, prompt_length, given)
-
-
-def teacher_forced(
-  target: Target,
-  drafter: LoadedDrafter,
-  texts: Prompts,
-  prompt_length: int,
-  options: GenerateOptions,
-) -> list[TeacherForcedResult]:
-  """`force` with its options as a `GenerateOptions`."""
-  options = dataclasses.replace(options, stop_ids=())
-  check_pair(target, drafter)
-  if drafter is None or drafter.drafter.needs_golden:
-    name = drafter and drafter.name
-    raise UserError(
-      f'drafter {name} does not work with teacher forcing; give a DFlash one'
-    )
-  prompt_length = integer(prompt_length, 'prompt_length', 1)
-  texts = _ids_of(target, texts, 'texts')
-  least = prompt_length + options.max_new_tokens
-  if min((len(text) for text in texts), default=least) < least:
-    raise UserError(f'a text for teacher forcing has fewer than {least} tokens')
-  prompts = [text[:prompt_length] for text in texts]
-  request = prepare(target, drafter, prompts, options)
-  text = golden_params(request.engine, texts)['golden']
-  steps = drivers.traced(request.engine, request.params, request.state, text)
-  state, seconds, along, own = _collect(steps, len(texts))
-  results = []
-  for along_text, rounds in zip(
-    _results(state, options, seconds, along), own, strict=True
-  ):
-    along_target = dataclasses.replace(
-      along_text,
-      acceptance_lengths=[len(record.accepted_indices) for record in rounds],
-      rounds=rounds,
-    )
-    results.append(TeacherForcedResult(along_text, along_target))
-  return results
-
-
 @dataclasses.dataclass
 class Request:
   """Everything that the drivers need, made of validated input."""
@@ -222,13 +151,13 @@ def prepare(
 ) -> Request:
   """Validates prompts and options and makes a request of them."""
   check_pair(target, drafter)
-  prompts = _ids_of(target, prompts, 'prompts')
+  prompts = ids_of(target, prompts, 'prompts')
   if not prompts:
     raise UserError('no prompts')
   batch = len(prompts)
   longest = max(len(prompt) for prompt in prompts)
   if golden is not None:
-    golden = _ids_of(target, golden, 'golden')
+    golden = ids_of(target, golden, 'golden')
   seeds, sampling = _sampling(options, batch, seeds, sampling)
   counted = {'seeds': seeds, 'golden': golden, 'sampling': sampling}
   for name, given in counted.items():
@@ -248,10 +177,18 @@ def prepare(
           target, drafter, prompts, options, sampling
         )
       params['drafter'] = golden_params(engine, golden)
+  if engine.chooses:
+    assert drafter is not None
+    calibration = None
+    if options.calibration is not None:
+      calibration = read_calibration(options.calibration, drafter)
+    params['costs'] = resolve_costs(options.costs, engine, params, state)
+    budget = init_budget(params['costs'], calibration)
+    state = state.replace(budget=budget)
   return Request(engine, params, state, options)
 
 
-def _ids_of(target: Target, rows: Any, name: str) -> list[list[int]]:
+def ids_of(target: Target, rows: Any, name: str) -> list[list[int]]:
   """Rows of token ids, checked.
 
   Raises:
@@ -289,7 +226,7 @@ def finished(request: Request) -> list[GenerateResult]:
   request.state, seconds = drivers.decode_to_end(
     request.engine, request.params, request.state
   )
-  return _results(request.state, request.options, seconds)
+  return results(request.state, request.options, seconds)
 
 
 def _recorded(request: Request) -> list[GenerateResult]:
@@ -297,19 +234,19 @@ def _recorded(request: Request) -> list[GenerateResult]:
   operands = (request.engine, request.params, request.state)
   compiled = drivers.traced_programs(*operands)[2]
   steps = drivers.traced(*operands)
-  state, seconds, rounds, _ = _collect(steps, len(request.state.done))
+  state, seconds, rounds, _ = collect(steps, len(request.state.done))
   seconds = seconds._replace(compile=compiled)
-  return _results(state, request.options, seconds, rounds)
+  return results(state, request.options, seconds, rounds)
 
 
-_Rounds = list[list[RoundRecord]]
+Rounds = list[list[RoundRecord]]
 
 
-def _results(
+def results(
   state: DecodeState,
   options: GenerateOptions,
   seconds: drivers.Seconds,
-  rounds: _Rounds | None = None,
+  rounds: Rounds | None = None,
 ) -> list[GenerateResult]:
   """The results of the rows of a last state, perhaps with their rounds."""
   host, count = HostState.of(state), options.max_new_tokens
@@ -321,10 +258,10 @@ def _results(
   ]
 
 
-def _collect(
+def collect(
   steps: Iterable[tuple[DecodeState, RoundTrace | None]],
   batch: int,
-) -> tuple[DecodeState, drivers.Seconds, _Rounds, _Rounds]:
+) -> tuple[DecodeState, drivers.Seconds, Rounds, Rounds]:
   """Takes all steps and keeps the rounds of each row.
 
   Args:
@@ -396,14 +333,32 @@ def make_engine(
   )
   if drafter is None:
     return Engine(target.config, None, decode)
+  budget, widths = options.tree_budget, ()
+  if isinstance(budget, str):
+    budget, widths = 0, _widths(drafter, options)
   decode = dataclasses.replace(
     decode,
     draft_depth=drafter.block_size - 1,
-    tree_budget=options.tree_budget,
+    tree_budget=widths[-1] if widths else budget,
+    widths=widths,
     tree_policy=options.tree_policy,
     keep_top1_chain=options.keep_top1_chain,
   )
   return Engine(target.config, drafter.drafter, decode)
+
+
+def _widths(
+  drafter: LoadedDrafter, options: GenerateOptions
+) -> tuple[int, ...]:
+  """The numbers of nodes that there is a program for if rounds choose.
+
+  Few nodes cost as much in a program for 16 as in a smaller one, and 64 are
+  more than pays on any model that was measured.
+  """
+  depth = drafter.block_size - 1
+  if depth == 0:
+    return ()
+  return (depth,) if options.tree_policy == 'chain' else AUTO_WIDTHS
 
 
 def golden_continuations(

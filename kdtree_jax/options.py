@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, TypedDict
 from kdtree_jax import registry
 from kdtree_jax.checks import integer
 from kdtree_jax.config import MAX_TREE_BUDGET
+from kdtree_jax.errors import UserError, show
 from kdtree_jax.schema import MAX_INT, check_types
 
 if TYPE_CHECKING:
   from kdtree_jax.decode import SamplingConfig
 
 PREFILL_CHUNK = 64
+# The tree budget that each round chooses by cost.
+AUTO = 'auto'
 
 
 class GenerateKeywords(TypedDict, total=False):
   """The fields of `GenerateOptions`, as keywords of public functions."""
 
   max_new_tokens: int
-  tree_budget: int
+  tree_budget: int | str
+  costs: str | None
+  calibration: str | None
   tree_policy: str
   keep_top1_chain: bool
   stop_ids: tuple[int, ...] | None
@@ -43,7 +48,14 @@ class GenerateOptions:
   Attributes:
     max_new_tokens: tokens of the output, unless a stop token or the capacity
       ends it earlier; at least 1.
-    tree_budget: draft nodes per round, without the root.
+    tree_budget: draft nodes per round, without the root; `auto` chooses them
+      each round by what they cost.
+    costs: for `auto`: a table of what steps cost, by file or by the name of one
+      that ships (then prices are of that table's model and device); `bytes`
+      computes one from the bytes that steps move. None: the table that was
+      measured here before, or a short measurement now.
+    calibration: for `auto`: a file of `--mode=bench_acceptance` with a
+      correction of the drafter's probabilities to start from.
     tree_policy: `best_first` (DDTree) or `chain` (DFlash); see the registry.
     keep_top1_chain: keep the most probable chain in the tree, whatever its
       score.
@@ -60,7 +72,9 @@ class GenerateOptions:
   """
 
   max_new_tokens: int = 128
-  tree_budget: int = 64
+  tree_budget: int | str = AUTO
+  costs: str | None = None
+  calibration: str | None = None
   tree_policy: str = 'best_first'
   keep_top1_chain: bool = False
   stop_ids: tuple[int, ...] | None = None
@@ -79,7 +93,6 @@ class GenerateOptions:
     check_types(self)
     counts = (
       ('max_new_tokens', 1, MAX_INT),
-      ('tree_budget', 0, MAX_TREE_BUDGET),
       ('capacity', 1, MAX_INT),
       ('prefill_chunk', 1, MAX_INT),
     )
@@ -87,6 +100,12 @@ class GenerateOptions:
       value = getattr(self, name)
       if value is not None:
         integer(value, name, least, most)
+    if isinstance(self.tree_budget, int):
+      integer(self.tree_budget, 'tree_budget', 0, MAX_TREE_BUDGET)
+    elif self.tree_budget != AUTO:
+      raise UserError(
+        f'tree_budget={show(self.tree_budget)} is neither a number nor {AUTO}'
+      )
     self.sampling([self.seed])
     # After sampling(), whose import registers the policies.
     registry.get('tree_policy', self.tree_policy)

@@ -42,16 +42,18 @@ def problem(value: Any, kind: Any) -> str | None:
 
   Args:
     value: the value of a field.
-    kind: its annotation: a class, `dict[str, Any]`, `tuple[kind, ...]` or
-      `kind | None`.
+    kind: its annotation: a class, `dict[str, Any]`, `tuple[kind, ...]` or a
+      union of these and None.
 
   Returns:
     A phrase that follows the value, as in 'not an integer'.
   """
   if isinstance(kind, types.UnionType):
-    if value is None:
+    if value is None and types.NoneType in typing.get_args(kind):
       return None
-    (kind,) = (k for k in typing.get_args(kind) if k is not types.NoneType)
+    kinds = [k for k in typing.get_args(kind) if k is not types.NoneType]
+    problems = [problem(value, kind) for kind in kinds]
+    return None if None in problems else problems[0]
   if typing.get_origin(kind) is tuple:
     if type(value) is not tuple:
       return 'not a list'

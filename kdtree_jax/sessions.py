@@ -115,7 +115,7 @@ class Stream:
         StopStrings(stop_strings, text_stream(decode))
         for _ in range(len(request.state.done))
       ]
-    self._fill, self._step, compiled = drivers.stream_programs(
+    self._fill, self._step, compiled = drivers.decode_programs(
       request.engine, request.params, request.state
     )
     self._seconds = drivers.Seconds(0.0, 0.0, compiled)
@@ -274,14 +274,14 @@ class Conversation:
       request = prepare(self._target, self._drafter, [ids], options)
     else:
       request = self._continued(ids, options)
-    fill, loop, compiled = drivers.loop_programs(
+    fill, loop, compiled = drivers.decode_programs(
       request.engine, request.params, request.state
     )
     self._request = request
     times = [time.perf_counter()]
-    for program in (fill, loop):
+    for program, operands in ((fill, ()), (loop, (drivers.ALL,))):
       with _uninterrupted():
-        request.state = program(request.params, request.state)
+        request.state = program(request.params, request.state, *operands)
       jax.block_until_ready(request.state)
       times.append(time.perf_counter())
     prefill, decode = np.diff(times).tolist()

@@ -147,10 +147,10 @@ def test_features_shifted_by_one(planted):
   """Costs acceptance only: the output stays AR's."""
   honest = stages.commit_path
 
-  def commit_path(engine, params, state, tree, out, acceptance):
+  def commit_path(engine, params, state, num_nodes, out, acceptance, *choice):
     features = jnp.roll(out.features, 1, axis=1)
     out = out.replace(features=features)
-    return honest(engine, params, state, tree, out, acceptance)
+    return honest(engine, params, state, num_nodes, out, acceptance)
 
   planted('commit_path', commit_path)
   found = report()

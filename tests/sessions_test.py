@@ -156,14 +156,14 @@ def interrupt(patch, place):
     wait = interrupting(jax.block_until_ready, (2,))
     patch.setattr(jax, 'block_until_ready', wait)
     return
-  programs = sessions.drivers.loop_programs
+  programs = sessions.drivers.decode_programs
 
   def patched(*operands):
     *found, seconds = programs(*operands)
     found[place] = interrupting(found[place], (1,))
     return *found, seconds
 
-  patch.setattr(sessions.drivers, 'loop_programs', patched)
+  patch.setattr(sessions.drivers, 'decode_programs', patched)
 
 
 @pytest.mark.parametrize('turn', (0, 1))

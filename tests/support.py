@@ -10,7 +10,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from kdtree_jax import api, reference
+from kdtree_jax.benchmark.cost_measurement import resolve_costs
 from kdtree_jax.config import ModelConfig
+from kdtree_jax.decode.budget import init_budget
 from kdtree_jax.io import huggingface
 from kdtree_jax.io.tensors import MappingSource
 from kdtree_jax.modes.make_bundle import can_generate
@@ -106,3 +108,11 @@ def compilations(*names: str) -> int:
     *names: functions to count; default: all.
   """
   return sum(not names or name in names for name in _COMPILED)
+
+
+def with_costs(engine, params, state):
+  """Parameters and state for an engine that chooses, with costs from bytes."""
+  if not engine.chooses:
+    return params, state
+  costs = resolve_costs('bytes', engine, params, state)
+  return params | {'costs': costs}, state.replace(budget=init_budget(costs))

@@ -23,14 +23,19 @@ from kdtree_jax import (
   forward_logits,
   generate,
   generate_batch,
-  generation,
   load_drafter,
 )
 from kdtree_jax.audit import audit
+from kdtree_jax.teacher_forcing import teacher_forced
 from tests import support
 
 NO_INTEGER = ('1', 1.0, 1.5, True, np.True_, None, np.float32(1), [1], b'1')
 NO_IDS = ('12', b'12', [1.7], [True], ['1'], {1: 2}, {1, 2}, 7, None, [[1]])
+
+
+def force(target, drafter, texts, prompt_length, **options):
+  given = GenerateOptions(tree_budget=4, **options)
+  return teacher_forced(target, drafter, texts, prompt_length, given)
 
 
 @pytest.fixture(scope='module')
@@ -41,7 +46,7 @@ def target():
 @pytest.fixture(autouse=True)
 def nothing_compiles():
   # Making a target's weights or a state compiles small programs.
-  decoding = ('prefill', 'decode_loop', 'decode_rounds', 'forward_logits')
+  decoding = ('prefill', 'decode_rounds', 'forward_logits')
   before = support.compilations(*decoding)
   yield
   assert support.compilations(*decoding) == before
@@ -133,7 +138,7 @@ def test_what_is_no_sequence_of_ids(target, ids):
   refused('prompt_ids', audit, target, stub, ids)
   if ids is not None:
     refused('golden_ids', generate, target, oracle, [1], golden_ids=ids)
-  refused(r'texts\[0\]', generation.force, target, stub, [ids], 1)
+  refused(r'texts\[0\]', force, target, stub, [ids], 1)
 
 
 @pytest.mark.parametrize('prompts', ('12', 5, {1: [2]}, None))
@@ -150,7 +155,7 @@ def test_ids_outside_the_vocabulary(target, token):
     ('prompt', lambda: generate(target, None, text)),
     ('prompt', lambda: forward_logits(target, text)),
     ('golden', lambda: generate(target, oracle, [1], golden_ids=text)),
-    ('text', lambda: generation.force(target, stub, [text], 1)),
+    ('text', lambda: force(target, stub, [text], 1)),
     ('stop', lambda: generate(target, None, [1], stop_ids=[token])),
   ):
     refused(f'{kind} id {token} is outside the vocabulary', call)
@@ -159,13 +164,11 @@ def test_ids_outside_the_vocabulary(target, token):
 def test_texts_to_follow(target):
   stub, oracle = (load_drafter(name, target) for name in ('random', 'oracle'))
   texts = [[1, 2, 3, 4]]
-  refused(
-    'fewer than 5', generation.force, target, stub, texts, 2, max_new_tokens=3
-  )
+  refused('fewer than 5', force, target, stub, texts, 2, max_new_tokens=3)
   for length in (0, 1.5, True):
-    refused('prompt_length', generation.force, target, stub, texts, length)
-  refused('oracle', generation.force, target, oracle, texts, 1)
-  refused('None', generation.force, target, None, texts, 1)
+    refused('prompt_length', force, target, stub, texts, length)
+  refused('oracle', force, target, oracle, texts, 1)
+  refused('None', force, target, None, texts, 1)
 
 
 @pytest.mark.parametrize(

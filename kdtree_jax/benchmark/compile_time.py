@@ -14,7 +14,7 @@ import jax
 from jaxtyping import PyTree
 
 from kdtree_jax.decode import DecodeState, Engine
-from kdtree_jax.decode.drivers import loop_programs
+from kdtree_jax.decode.drivers import decode_programs
 from kdtree_jax.decode.engine import Params
 
 
@@ -72,5 +72,5 @@ def _compile(
 
   jax.monitoring.register_event_listener(count)
   begin = time.perf_counter()
-  loop_programs(engine, params, state)
+  decode_programs(engine, params, state)
   return time.perf_counter() - begin, len(missed)

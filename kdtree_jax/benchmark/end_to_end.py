@@ -12,7 +12,7 @@ from kdtree_jax.benchmark import Record
 from kdtree_jax.benchmark.costed_drafter import CostedDrafter
 from kdtree_jax.benchmark.model_pair import ModelPair
 from kdtree_jax.decode.compilation import compile_all
-from kdtree_jax.decode.drivers import loop_calls
+from kdtree_jax.decode.drivers import decode_calls
 from kdtree_jax.drafters.acceptance_rate import AcceptanceRateDrafter
 from kdtree_jax.drafters.base import StubDrafter
 from kdtree_jax.drafters.oracle import OracleDrafter
@@ -65,18 +65,19 @@ def end_to_end(
     ),
   }
   cases = [
-    (stub, dataclasses.replace(options, tree_budget=budget))
+    (stub, budget, dataclasses.replace(options, tree_budget=budget))
     for stub, budget in itertools.product(rates, budgets)
   ]
   progress(f'compiling {1 + len(cases)} loops')
   _compile(pair, prompt, options, cases)
   progress('decoding by AR')
   ar = _timed(pair, None, prompt, options)
-  for stub, longer in cases:
-    budget = longer.tree_budget
+  for stub, budget, longer in cases:
     progress(f'decoding with {_name(stub)} at budget {budget}')
     first = [*prompt, *ar.output_ids]
-    golden, revisions = _settled_golden(pair, stub, prompt, longer, first)
+    golden, revisions = _settled_golden(
+      pair, stub, budget, prompt, longer, first
+    )
     drafter = _costed(pair, stub, budget, golden)
     shorter = dataclasses.replace(longer, max_new_tokens=max_new_tokens)
     result = _timed(pair, drafter, prompt, shorter)
@@ -97,12 +98,11 @@ def _compile(
   pair: ModelPair,
   prompt: list[int],
   options: GenerateOptions,
-  cases: list[tuple[StubDrafter, GenerateOptions]],
+  cases: list[tuple[StubDrafter, int, GenerateOptions]],
 ) -> None:
   """Compiles the loops of AR and of all cases, side by side."""
   drafters: list[tuple[LoadedDrafter | None, GenerateOptions]] = [
-    (_costed(pair, stub, each.tree_budget, prompt), each)
-    for stub, each in cases
+    (_costed(pair, stub, budget, prompt), each) for stub, budget, each in cases
   ]
   requests = [
     generation.prepare(pair.target, drafter, [prompt], each)
@@ -111,7 +111,7 @@ def _compile(
   compile_all(
     call
     for request in requests
-    for call in loop_calls(request.engine, request.params, request.state)
+    for call in decode_calls(request.engine, request.params, request.state)
   )
 
 
@@ -132,6 +132,7 @@ def _timed(
 def _settled_golden(
   pair: ModelPair,
   stub: StubDrafter,
+  budget: int,
   prompt: list[int],
   options: GenerateOptions,
   golden: list[int],
@@ -139,7 +140,7 @@ def _settled_golden(
   """The golden sequence that the engine reproduces, and its revisions."""
 
   def generate(golden: list[int]) -> list[int]:
-    drafter = _costed(pair, stub, options.tree_budget, golden)
+    drafter = _costed(pair, stub, budget, golden)
     return [*prompt, *_timed(pair, drafter, prompt, options).output_ids]
 
   return settled(golden, generate)

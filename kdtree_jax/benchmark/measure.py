@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, PyTree
 
 from kdtree_jax.benchmark import machine, stage_loops, traffic
+from kdtree_jax.benchmark.cost_measurement import random_rows
 from kdtree_jax.benchmark.model_pair import ModelPair
 from kdtree_jax.decode import DecodeState, Engine, init_state
 from kdtree_jax.decode.compilation import (
@@ -21,10 +22,9 @@ from kdtree_jax.decode.compilation import (
   compile_all,
   start_compiling,
 )
-from kdtree_jax.decode.drivers import decode_loop
-from kdtree_jax.decode.round import prefill
+from kdtree_jax.decode.drivers import ALL, decode_rounds
+from kdtree_jax.decode.prefill import prefill
 from kdtree_jax.decode.state import empty_stats
-from kdtree_jax.keys import Purpose, key_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class StepTimer:
     dtype = pair.target.dtype
     state = init_state(engine, [[0]], [1], (), dtype)
     filled = jax.tree.map(
-      _random_rows, (state.cache.latent, state.drafter_state)
+      random_rows, (state.cache.latent, state.drafter_state)
     )
     vocab, slots = engine.config.vocab_size, state.tokens.shape[1]
     rng = np.random.default_rng(0)
@@ -192,7 +192,7 @@ class StepTimer:
     """Seconds, rounds and tokens of a loop that runs for `count` tokens."""
     state = jax.block_until_ready(self.state(engine, context, count))
     begin = time.perf_counter()
-    state = program(self.pair.params(engine), state)
+    state = program(self.pair.params(engine), state, ALL)
     jax.block_until_ready(state.stats.rounds)
     seconds = time.perf_counter() - begin
     self.keep(state)
@@ -204,7 +204,7 @@ class StepTimer:
     The time of a short run is subtracted from that of a long one, and with it
     the cost of a call.
     """
-    program = self.program(decode_loop, engine)
+    program = self.program(decode_rounds, engine, ALL)
     self.decode(program, engine, context, self.repetitions.tokens[0])
     values, taken = [], []
     for _ in range(self.repetitions.runs):
@@ -299,19 +299,6 @@ class StepTimer:
     return max(seconds, 0.0), result
 
 
-def _random_rows(x: jax.Array) -> jax.Array:
-  """Normal values in the shape of a cache, made layer by layer."""
-  if x.ndim < 3:
-    return x
-
-  def layer(key):
-    return jax.random.normal(key, x.shape[1:], x.dtype)
-
-  return jax.jit(lambda keys: jax.lax.map(layer, keys))(
-    jax.random.split(key_for(Purpose.BENCHMARK), x.shape[0])
-  )
-
-
 def compile_sweep(
   timer: StepTimer,
   engines: Sequence[Engine],
@@ -336,7 +323,7 @@ def compile_sweep(
   ]
   owners: list[Engine | None] = [None, None]
   for engine in engines:
-    own = [timer.call(decode_loop, engine)]
+    own = [timer.call(decode_rounds, engine, ALL)]
     if engine.drafter:
       own += timer.stage_calls(engine)
     calls += own
@@ -354,10 +341,10 @@ def compile_sweep(
 
 
 def temporary_bytes(
-  timer: StepTimer, function: Function, engine: Engine
+  timer: StepTimer, function: Function, engine: Engine, *operands: PyTree
 ) -> int | None:
   """Memory of a program beyond its arguments; None if XLA does not know."""
-  found = timer.program(function, engine).memory_analysis()
+  found = timer.program(function, engine, *operands).memory_analysis()
   if found is None:
     return None
   new = found.output_size_in_bytes - found.alias_size_in_bytes

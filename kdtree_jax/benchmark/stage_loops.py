@@ -85,7 +85,7 @@ def commit_loop(
 
   def body(i, state):
     tied, _ = lax.optimization_barrier(((out, acceptance), i))
-    new = stages.commit_path(engine, params, state, tree, *tied)
+    new = stages.commit_path(engine, params, state, tree.num_nodes, *tied)
     return new.replace(
       done=state.done,
       stopped=state.stopped,

@@ -8,8 +8,8 @@ import jax
 from kdtree_jax.benchmark import Record, compile_time, measure, traffic
 from kdtree_jax.benchmark.model_pair import ModelPair
 from kdtree_jax.decode import Engine
-from kdtree_jax.decode.drivers import decode_loop
-from kdtree_jax.decode.round import prefill
+from kdtree_jax.decode.drivers import ALL, decode_rounds
+from kdtree_jax.decode.prefill import prefill
 from pallas_kernels.bench import Ceilings
 
 
@@ -117,7 +117,7 @@ class Sweep:
         'unique_experts': mean,
         'unique_experts_by_layer': active,
         'temporary_bytes': measure.temporary_bytes(
-          self.timer, decode_loop, engine
+          self.timer, decode_rounds, engine, ALL
         ),
       }
       yield self._record(point, engine, measured)
@@ -181,7 +181,8 @@ class Sweep:
 
   def _memory(self, engines: Sequence[Engine]) -> Record:
     temporaries = [
-      measure.temporary_bytes(self.timer, decode_loop, e) for e in engines
+      measure.temporary_bytes(self.timer, decode_rounds, e, ALL)
+      for e in engines
     ]
     return {
       'kind': 'memory',

@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float32, Int32, PyTree
 from kdtree_jax.decode import round as stages
 from kdtree_jax.decode.compilation import Call, Function, compile_all
 from kdtree_jax.decode.engine import Engine, Params
-from kdtree_jax.decode.round import RoundTrace, decode_round, prefill
+from kdtree_jax.decode.prefill import prefill, prefill_chunk
+from kdtree_jax.decode.round import RoundTrace, decode_round
 from kdtree_jax.decode.state import DecodeState, HostState, all_done
 from kdtree_jax.tree import Acceptance, DraftTree
 
@@ -30,17 +31,17 @@ class Seconds(NamedTuple):
   compile: float
 
 
-def decode_loop(
-  engine: Engine, params: Params, state: DecodeState
-) -> DecodeState:
-  """Rounds until every row is done; each round commits at least one token."""
-  return _loop(engine, params, state, lambda state: state.done.all())
+# As good as no limit to the rounds of a call.
+ALL = np.int32(2**31 - 1)
 
 
 def decode_rounds(
   engine: Engine, params: Params, state: DecodeState, count: Int32[Array, '']
 ) -> DecodeState:
-  """At most `count` rounds; one program serves every count."""
+  """Rounds until every row is done, at most `count`.
+
+  One program serves every count. Each round commits at least one token.
+  """
   first = state.stats.rounds
 
   def is_over(state: DecodeState) -> Bool[Array, '']:
@@ -55,10 +56,10 @@ def _loop(
   state: DecodeState,
   is_over: Callable[[DecodeState], Bool[Array, '']],
 ) -> DecodeState:
-  """Rounds until `is_over`: of DDTree, then of AR beyond the drafter's reach.
+  """Rounds until `is_over`: of DDTree, and of AR while drafting pauses.
 
-  Lengths only grow, so two loops, one after the other, serve instead of a
-  branch in every round, which would copy the cache.
+  A loop for each, one after the other, serves instead of a branch in every
+  round, which would copy the cache and cost AR's steps some time.
   """
 
   def rounds(engine: Engine, is_over, state: DecodeState) -> DecodeState:
@@ -68,68 +69,68 @@ def _loop(
       state,
     )
 
-  if engine.outlives_drafter:
-    drafting = engine
+  if not engine.may_pause:
+    return rounds(engine, is_over, state)
+
+  def both(state: DecodeState) -> DecodeState:
     state = rounds(
-      drafting,
-      lambda state: is_over(state) | drafting_is_over(drafting, state),
+      engine, lambda state: is_over(state) | pauses(engine, state), state
+    )
+    return rounds(
+      engine.without_tree(),
+      lambda state: is_over(state) | ~pauses(engine, state),
       state,
     )
-    engine = engine.without_tree()
-  return rounds(engine, is_over, state)
+
+  if not engine.chooses:
+    # Lengths only grow: beyond the drafter's reach there is no way back.
+    return both(state)
+  return lax.while_loop(lambda state: ~is_over(state), both, state)
 
 
-def drafting_is_over(engine: Engine, state: DecodeState) -> Bool[Array, '']:
-  """Whether no row can be drafted for any more: done, or beyond the drafter."""
-  return (state.done | stages.beyond_drafter(engine, state)).all()
+def pauses(engine: Engine, state: DecodeState) -> Bool[Array, '']:
+  """Whether the next round is AR's.
+
+  That is if no row can be drafted for any more, since each is done or beyond
+  the drafter, or while drafting does not pay.
+  """
+  paused = jnp.zeros((), jnp.bool_)
+  if engine.outlives_drafter:
+    paused |= (state.done | stages.beyond_drafter(engine, state)).all()
+  if state.budget is not None:
+    paused |= state.budget.asleep > 0
+  return paused
 
 
 def decode_to_end(
   engine: Engine, params: Params, state: DecodeState
 ) -> tuple[DecodeState, Seconds]:
   """Prefill, then the whole loop as one compiled program. Consumes `state`."""
-  fill, loop, compiled = loop_programs(engine, params, state)
+  fill, loop, compiled = decode_programs(engine, params, state)
   begin = time.perf_counter()
   state = jax.block_until_ready(fill(params, state))
   middle = time.perf_counter()
-  state = jax.block_until_ready(loop(params, state))
+  state = jax.block_until_ready(loop(params, state, ALL))
   end = time.perf_counter()
   return state, Seconds(middle - begin, end - middle, compiled)
 
 
-def loop_programs(
+def decode_programs(
   engine: Engine, params: Params, state: DecodeState
 ) -> tuple[jax.stages.Compiled, jax.stages.Compiled, float]:
-  """Prefill and `decode_loop`, compiled, and the seconds that took."""
-  return _compiled(loop_calls(engine, params, state))
+  """Prefill and `decode_rounds`, compiled, and the seconds that took."""
+  (fill, program), seconds = compile_all(decode_calls(engine, params, state))
+  return fill, program, seconds
 
 
-def loop_calls(
+def decode_calls(
   engine: Engine, params: Params, state: DecodeState
 ) -> list[Call]:
-  """The programs of `decode_to_end`."""
-  return _with_prefill(decode_loop, engine, params, state)
-
-
-def _with_prefill(
-  function: Function,
-  engine: Engine,
-  params: Params,
-  state: DecodeState,
-  *operands: Array,
-) -> list[Call]:
-  """Prefill and another program; both consume the state."""
+  """The programs of `decode_to_end` and `stream`; both consume the state."""
   return [
     Call(prefill, engine.for_prefill(), params, state, donate=True),
-    Call(function, engine, params, state, operands, donate=True),
+    Call(decode_rounds, engine, params, state, (ALL,), donate=True),
   ]
-
-
-def _compiled(
-  calls: list[Call],
-) -> tuple[jax.stages.Compiled, jax.stages.Compiled, float]:
-  (fill, program), seconds = compile_all(calls)
-  return fill, program, seconds
 
 
 def stream(
@@ -142,21 +143,13 @@ def stream(
 
   A state is consumed by the step after it.
   """
-  count = jnp.asarray(rounds_per_step, jnp.int32)
-  fill, step, _ = stream_programs(engine, params, state)
+  count = np.int32(rounds_per_step)
+  fill, step, _ = decode_programs(engine, params, state)
   state = jax.block_until_ready(fill(params, state))
   yield state
   while not all_done(state):
     state = step(params, state, count)
     yield state
-
-
-def stream_programs(
-  engine: Engine, params: Params, state: DecodeState
-) -> tuple[jax.stages.Compiled, jax.stages.Compiled, float]:
-  """Prefill and `decode_rounds`, compiled, and the seconds that took."""
-  count = jnp.zeros((), jnp.int32)
-  return _compiled(_with_prefill(decode_rounds, engine, params, state, count))
 
 
 def traced_round(
@@ -167,7 +160,7 @@ def traced_round(
 ) -> tuple[DecodeState, RoundTrace]:
   """`decode_round` without the target's logits and rows, which are large."""
   state, trace = decode_round(engine, params, state, *text)
-  return state, trace.replace(verified=None)
+  return state, trace.replace(verified=None, drafted=None)
 
 
 def traced(
@@ -220,11 +213,11 @@ def round_calls(
 ) -> list[Call]:
   """Prefill, and one round for a loop on the host.
 
-  Also AR's round, if rows may grow beyond the drafter's last position.
+  Also AR's round, if drafting may pause.
   """
   calls = [Call(prefill, engine.for_prefill(), params, state, donate=donate)]
   engines = [engine]
-  if engine.outlives_drafter:
+  if engine.may_pause:
     engines.append(engine.without_tree())
   for each in engines:
     calls.append(Call(function, each, params, state, operands, donate))
@@ -232,11 +225,11 @@ def round_calls(
 
 
 def round_step(engine: Engine, rounds: Sequence[jax.stages.Compiled]) -> Step:
-  """The round of `round_calls`; AR's as soon as no row can be drafted for."""
+  """The round of `round_calls`; AR's while drafting pauses."""
 
   def step(params: Params, state: DecodeState, *operands: Array) -> PyTree:
-    is_over = len(rounds) > 1 and bool(drafting_is_over(engine, state))
-    return rounds[is_over](params, state, *operands)
+    paused = len(rounds) > 1 and bool(pauses(engine, state))
+    return rounds[paused](params, state, *operands)
 
   return step
 
@@ -254,7 +247,7 @@ def forward_logits(
 
   def body(i, carry):
     state, logits = carry
-    out, state = stages.prefill_chunk(engine, params, state)
+    out, state = prefill_chunk(engine, params, state)
     block = engine.apply(params, out.hidden[0], method='logits')
     logits = lax.dynamic_update_slice_in_dim(logits, block, i * chunk, axis=0)
     return state, logits
@@ -304,6 +297,20 @@ class RoundRecord:
     )
 
 
+class Price(NamedTuple):
+  """What the choice of a round's nodes expected.
+
+  Attributes:
+    predicted_tokens: tokens committed, the root included.
+    ms: milliseconds of the batch's step by the table of costs.
+    ar_ms: milliseconds of an AR step in its place.
+  """
+
+  predicted_tokens: float
+  ms: float
+  ar_ms: float
+
+
 @dataclasses.dataclass(frozen=True)
 class GenerateResult:
   """The result of one row of a finished or interrupted state.
@@ -315,6 +322,8 @@ class GenerateResult:
       included. The last entry counts the whole walk, even if `max_new_tokens`
       or the capacity ends the output earlier.
     num_nodes: nodes verified by each target forward, the root included.
+    prices: what each forward was expected to commit and to cost; empty unless
+      nodes were chosen by cost.
     stop_reason: `stop`, `length`, `capacity`, or `interrupted` for a row
       that is not done.
     seconds: wall times.
@@ -328,11 +337,22 @@ class GenerateResult:
   stop_reason: str
   seconds: Seconds
   rounds: list[RoundRecord] | None = None
+  prices: list[Price] = dataclasses.field(default_factory=list)
 
   @property
   def target_forwards(self) -> int:
     """Target forwards after prefill."""
     return len(self.acceptance_lengths)
+
+  @property
+  def priced_speedup(self) -> float | None:
+    """AR's price of the tokens over that of the rounds; None without prices.
+
+    In a batch the price of a round counts for each of its rows.
+    """
+    total = sum(price.ms for price in self.prices)
+    pairs = zip(self.acceptance_lengths, self.prices, strict=False)
+    return sum(n * price.ar_ms for n, price in pairs) / total if total else None
 
   @property
   def mean_acceptance_length(self) -> float:
@@ -370,4 +390,14 @@ def result_of(
     stop_reason=reason,
     seconds=seconds,
     rounds=rounds,
+    prices=[
+      Price(*map(float, values))
+      for values in zip(
+        stats.predicted_tokens[row][taken],
+        stats.ms[row][taken],
+        stats.ar_ms[row][taken],
+        strict=True,
+      )
+      if values[1] > 0
+    ],
   )

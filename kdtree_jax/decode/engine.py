@@ -14,7 +14,7 @@ from kdtree_jax.model import Transformer
 
 KERNELS = ('auto', *pallas_kernels.IMPLEMENTATIONS)
 
-# {'target': ..., 'drafter': ...}
+# {'target': ..., 'drafter': ..., 'costs': ...}; the last where rounds choose.
 Params = dict[str, PyTree]
 
 
@@ -70,15 +70,30 @@ class Engine:
     positions = self.drafter.max_positions
     return positions is not None and self.decode.capacity > positions
 
+  @property
+  def chooses(self) -> bool:
+    """Whether each round chooses its number of nodes by cost."""
+    return bool(self.decode.widths)
+
+  @property
+  def may_pause(self) -> bool:
+    """Whether some rounds of a run may be AR's."""
+    return self.drafts and (self.chooses or self.outlives_drafter)
+
   def for_prefill(self) -> 'Engine':
     """The engine of prefill, the same for all budgets and policies.
 
     So a sweep over those compiles prefill once.
     """
-    return self.without_tree()
+    engine = self.without_tree()
+    decode = dataclasses.replace(engine.decode, widths=())
+    return dataclasses.replace(engine, decode=decode)
 
   def without_tree(self) -> 'Engine':
-    """The engine whose round is an AR step that still updates the drafter."""
+    """The engine whose round is an AR step that still updates the drafter.
+
+    It keeps the state of a choice by cost, which pauses and resumes drafting.
+    """
     decode = dataclasses.replace(
       self.decode,
       tree_budget=0,

@@ -11,15 +11,26 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kdtree_jax import registry
+from kdtree_jax.decode.budget import (
+  ROOT_ONLY,
+  Choice,
+  after_ar_step,
+  after_round,
+  ar_choice,
+  choose,
+  learnt,
+  observed_overlap,
+)
 from kdtree_jax.decode.engine import Engine, Params
 from kdtree_jax.decode.sampling import greedy_tokens, sampled_tokens
 from kdtree_jax.decode.state import DecodeState, RoundStats
-from kdtree_jax.model import ForwardOutput, commit
+from kdtree_jax.model import ForwardOutput, Routing, commit
 from kdtree_jax.tree import (
   Acceptance,
   DraftTree,
   accept,
   keep_top1_chain,
+  prefix,
   root_only,
 )
 
@@ -146,11 +157,22 @@ def commit_path(
   engine: Engine,
   params: Params,
   state: DecodeState,
-  tree: DraftTree,
+  num_nodes: Int32[Array, ' B'],
   out: ForwardOutput,
   acceptance: Acceptance,
+  choice: Choice | None = None,
 ) -> DecodeState:
-  """Writes a round's results: caches, tokens, lengths and statistics."""
+  """Writes a round's results: caches, tokens, lengths and statistics.
+
+  Args:
+    engine: what to run.
+    params: parameters of target and drafter.
+    state: the sequences before the round.
+    num_nodes: nodes verified, the root included.
+    out: what the verify returned.
+    acceptance: the walk to commit; its path indexes the rows of `out`.
+    choice: the choice by cost, where there was one.
+  """
   length, active = state.length, ~state.done
   new_length = length + jnp.where(active, acceptance.acceptance_length, 0)
   # Tokens of the walk beyond the maximum are right, but not asked for. The
@@ -173,7 +195,7 @@ def commit_path(
     stopped=state.stopped | stopped,
     cache=commit(state.cache, out.rows, acceptance.path, new_length),
     drafter_state=drafter_state,
-    stats=_record(state, tree, acceptance, active),
+    stats=_record(state, num_nodes, acceptance, active, choice),
   )
 
 
@@ -193,9 +215,10 @@ def _write_tokens(
 
 def _record(
   state: DecodeState,
-  tree: DraftTree,
+  num_nodes: Int32[Array, ' B'],
   acceptance: Acceptance,
   active: Bool[Array, ' B'],
+  choice: Choice | None,
 ) -> RoundStats:
   """The statistics with those of this round."""
   stats, at = state.stats, state.stats.rounds
@@ -204,11 +227,17 @@ def _record(
     values = jnp.where(active, values, 0)[:, None]
     return lax.dynamic_update_slice_in_dim(column, values, at, axis=1)
 
-  return RoundStats(
+  if choice is not None:
+    stats = stats.replace(
+      predicted_tokens=put(stats.predicted_tokens, choice.predicted),
+      ms=put(stats.ms, choice.ms),
+      ar_ms=put(stats.ar_ms, choice.ar_ms),
+    )
+  return stats.replace(
     acceptance_length=put(
       stats.acceptance_length, acceptance.acceptance_length
     ),
-    num_nodes=put(stats.num_nodes, tree.num_nodes),
+    num_nodes=put(stats.num_nodes, num_nodes),
     rounds=at + 1,
   )
 
@@ -217,17 +246,41 @@ class RoundTrace(flax.struct.PyTreeNode):
   """Intermediate results of one round; XLA removes what is not used.
 
   Attributes:
-    tree: the draft tree.
-    verified: the target's output; None where a driver drops it.
+    tree: the draft tree, as far as it was verified.
+    drafted: the drafter's logits; None without a draft, or where a driver drops
+      them.
+    verified: the target's output; None where a driver drops it, or where it
+      depends on a choice by cost.
     acceptance: the walk along the target's own tokens.
     committed: the walk that was committed: `acceptance`, or the one along a
       given text.
   """
 
   tree: DraftTree
+  drafted: Float[Array, 'B D V'] | None
   verified: Verified | None
   acceptance: Acceptance
   committed: Acceptance
+
+
+class Walk(flax.struct.PyTreeNode):
+  """A verify and the walks along it, in sizes that suit every width.
+
+  Attributes:
+    target_tokens: the target's token after every node; -1 after others.
+    acceptance: the walk along the target's own tokens.
+    committed: the walk that is committed.
+    rows: cache rows of the committed path.
+    features: the target's features along it.
+    overlap: the exponent of active experts that the verified rows show.
+  """
+
+  target_tokens: Int32[Array, 'B largest']
+  acceptance: Acceptance
+  committed: Acceptance
+  rows: Float[Array, 'L B W C']
+  features: Float[Array, 'B W F']
+  overlap: Float32[Array, '']
 
 
 def decode_round(
@@ -249,17 +302,169 @@ def decode_round(
     logits = draft(engine, params, state) if engine.drafts else None
   with jax.named_scope('tree_build'):
     tree = build_tree(engine, state, logits)
+  if engine.chooses and engine.drafts:
+    return _chosen_round(engine, params, state, logits, tree, text)
+  verified, acceptance, committed = _verified_walk(
+    engine, params, state, tree, text
+  )
+  choice, budget = None, state.budget
+  if budget is not None:
+    choice = ar_choice(params['costs'], budget, state.length, state.done)
+    taken = jnp.where(state.done, 0, committed.acceptance_length)
+    budget = after_ar_step(budget, choice, taken)
+  with jax.named_scope('commit'):
+    state = commit_path(
+      engine,
+      params,
+      state,
+      tree.num_nodes,
+      verified.out,
+      committed,
+      choice,
+    )
+  trace = RoundTrace(tree, logits, verified, acceptance, committed)
+  return state.replace(budget=budget), trace
+
+
+def _verified_walk(
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  tree: DraftTree,
+  text: Int32[Array, 'B T'] | None,
+) -> tuple[Verified, Acceptance, Acceptance]:
+  """A verify, the walk along the target's tokens and the one to commit."""
   with jax.named_scope('verify'):
     verified = verify(engine, params, state, tree)
   with jax.named_scope('accept'):
     acceptance = accept_path(engine, state, tree, verified.tokens)
-    committed = acceptance
-    if text is not None:
-      wanted = _following(text, state, tree)
-      committed = accept_path(engine, state, tree, wanted)
+    if text is None:
+      return verified, acceptance, acceptance
+    wanted = _following(text, state, tree)
+    return verified, acceptance, accept_path(engine, state, tree, wanted)
+
+
+def _chosen_round(
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  logits: Float[Array, 'B D V'] | None,
+  tree: DraftTree,
+  text: Int32[Array, 'B T'] | None,
+) -> tuple[DecodeState, RoundTrace]:
+  """The rest of a round that verifies as many nodes as are worth their time.
+
+  One of several programs runs, each for trees up to a width. They return the
+  rows of the accepted path and only read the cache: XLA would copy a cache that
+  a branch writes.
+  """
+  costs, budget = params['costs'], state.budget
+  assert budget is not None
+  widths = engine.decode.widths
+  with jax.named_scope('choose'):
+    choice = choose(
+      costs,
+      budget,
+      widths,
+      tree,
+      state.length,
+      state.max_length,
+      state.done,
+    )
+
+  def walk(width):
+    return lambda: _walk(
+      engine, params, state, prefix(tree, choice.nodes, width), text
+    )
+
+  found = lax.switch(
+    choice.program - ROOT_ONLY, [walk(width) for width in (0, *widths)]
+  )
+  with jax.named_scope('learn'):
+    taken = jnp.where(state.done, 0, found.committed.acceptance_length)
+    budget = after_round(
+      costs, budget, choice, taken, found.overlap, state.done
+    )
+    budget = learnt(
+      budget,
+      tree,
+      choice,
+      found.target_tokens,
+      found.acceptance,
+      state.done,
+    )
+  verified_tree = prefix(tree, choice.nodes, widths[-1])
+  path = found.committed.path
+  gathered = jnp.arange(path.shape[1], dtype=jnp.int32)[None, :]
+  # Nothing after the verify reads it.
+  hidden = jnp.zeros((*path.shape, engine.config.hidden_size), found.rows.dtype)
   with jax.named_scope('commit'):
-    state = commit_path(engine, params, state, tree, verified.out, committed)
-  return state, RoundTrace(tree, verified, acceptance, committed)
+    state = commit_path(
+      engine,
+      params,
+      state,
+      verified_tree.num_nodes,
+      ForwardOutput(hidden, found.features, found.rows, ()),
+      found.committed.replace(path=jnp.broadcast_to(gathered, path.shape)),
+      choice,
+    )
+  trace = RoundTrace(
+    verified_tree, logits, None, found.acceptance, found.committed
+  )
+  return state.replace(budget=budget), trace
+
+
+def _walk(
+  engine: Engine,
+  params: Params,
+  state: DecodeState,
+  tree: DraftTree,
+  text: Int32[Array, 'B T'] | None,
+) -> Walk:
+  """What one of the programs of a round returns."""
+  verified, acceptance, committed = _verified_walk(
+    engine, params, state, tree, text
+  )
+  path, out = committed.path, verified.out
+  slots = 1 + engine.decode.tree_budget
+  unknown = slots - tree.tokens.shape[1]
+  return Walk(
+    target_tokens=jnp.pad(
+      verified.tokens, ((0, 0), (0, unknown)), constant_values=-1
+    ),
+    acceptance=acceptance,
+    committed=committed,
+    rows=jnp.take_along_axis(out.rows, path[None, :, :, None], axis=2),
+    features=jnp.take_along_axis(out.features, path[:, :, None], axis=1),
+    overlap=_overlap(engine, state, tree, out.routing),
+  )
+
+
+def _overlap(
+  engine: Engine,
+  state: DecodeState,
+  tree: DraftTree,
+  routing: tuple[Routing, ...],
+) -> Float32[Array, '']:
+  """The exponent of active experts that a verify shows, if it shows any."""
+  assert state.budget is not None
+  live = tree.valid & ~state.done[:, None]
+  rows = live.sum(dtype=jnp.int32)
+  if not routing:
+    return state.budget.overlap
+  experts = engine.config.n_routed_experts
+  ids = jnp.stack([layer.ids for layer in routing])
+  ids = jnp.where(live[None, :, :, None], ids, -1).reshape(len(routing), -1)
+  active = (
+    ids[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None, :]
+  ).any(axis=1)
+  shown = observed_overlap(
+    active.sum(dtype=jnp.float32) / len(routing),
+    rows,
+    experts,
+    engine.config.num_experts_per_tok,
+  )
+  return jnp.where(rows >= 2, shown, state.budget.overlap)
 
 
 def _following(
@@ -270,72 +475,3 @@ def _following(
   last = text.shape[1] - 1
   wanted = jnp.take_along_axis(text, jnp.minimum(after, last), axis=1)
   return jnp.where(after <= last, wanted, -1)
-
-
-def prefill(engine: Engine, params: Params, state: DecodeState) -> DecodeState:
-  """Commits the prompts chunk by chunk and chooses the first roots.
-
-  Prefill begins after the tokens that are committed already, so it also serves
-  the further turns of a conversation. A chunk is a chain tree over the
-  committed rows, so it uses the same attention as a verify. The number of
-  chunks is a run-time value: one program serves all prompt lengths up to its
-  capacity.
-  """
-  chunk = engine.decode.prefill_chunk
-  batch = state.tokens.shape[0]
-  prompt_length = state.prompt_length
-
-  def body(_, carry):
-    state, last_hidden = carry
-    last = prompt_length - 1 - state.length
-    out, state = prefill_chunk(engine, params, state)
-    hidden = jnp.take_along_axis(
-      out.hidden, jnp.clip(last, 0, chunk - 1)[:, None, None], axis=1
-    )[:, 0]
-    here = (last >= 0) & (last < chunk)
-    return state, jnp.where(here[:, None], hidden, last_hidden)
-
-  dtype = params['target']['embed_tokens']['weight'].dtype
-  hidden = jnp.zeros((batch, engine.config.hidden_size), dtype)
-  chunks = ((prompt_length - state.length).max() + chunk - 1) // chunk
-  state, hidden = lax.fori_loop(0, chunks, body, (state, hidden))
-  logits = engine.apply(params, hidden[:, None], method='logits')
-  depths = jnp.zeros((batch, 1), jnp.int32)
-  root = choose_tokens(engine, state, logits, depths, prompt_length)
-  slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
-  at_root = slots == prompt_length[:, None]
-  return state.replace(tokens=jnp.where(at_root, root, state.tokens))
-
-
-def prefill_chunk(
-  engine: Engine, params: Params, state: DecodeState
-) -> tuple[ForwardOutput, DecodeState]:
-  """Commits the next `prefill_chunk` prompt tokens of every row.
-
-  A row whose prompt is finished is padding: what is written for it lies after
-  its length, where nothing is read.
-  """
-  chunk = engine.decode.prefill_chunk
-  path = jnp.broadcast_to(
-    jnp.arange(chunk, dtype=jnp.int32)[None, :],
-    (state.tokens.shape[0], chunk),
-  )
-  positions = state.length[:, None] + path
-  out = engine.apply(
-    params,
-    jnp.take_along_axis(state.tokens, positions, axis=1),
-    positions,
-    state.cache,
-    positions < state.prompt_length[:, None],
-  )
-  # As in `verify`: the last layer's attention reads the cache before the commit
-  # writes it.
-  out = lax.optimization_barrier(out.replace(routing=()))
-  new_length = jnp.minimum(state.length + chunk, state.prompt_length)
-  drafter_state = state.drafter_state
-  if engine.drafter is not None:
-    drafter_state = engine.drafter.commit(
-      params['drafter'], drafter_state, out.features, state.length
-    )
-  cache = commit(state.cache, out.rows, path, new_length)
-  return out, state.replace(cache=cache, drafter_state=drafter_state)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int32, PyTree
+from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
+from kdtree_jax.decode.budget import BudgetState
 from kdtree_jax.decode.engine import Engine
 from kdtree_jax.decode.sampling import GREEDY, Sampling, SamplingConfig
 from kdtree_jax.errors import UserError
@@ -27,11 +28,17 @@ class RoundStats(flax.struct.PyTreeNode):
     acceptance_length: tokens that the walk accepted, the root included. A row's
       last round counts its whole walk, even beyond the row's `max_length`.
     num_nodes: nodes verified, the root included.
+    predicted_tokens: tokens that a choice by cost expected, else 0.
+    ms: milliseconds of the batch's step by the table of costs, else 0.
+    ar_ms: those of an AR step in its place.
     rounds: rounds so far.
   """
 
   acceptance_length: Int32[Array, 'B rounds']
   num_nodes: Int32[Array, 'B rounds']
+  predicted_tokens: Float32[Array, 'B rounds']
+  ms: Float32[Array, 'B rounds']
+  ar_ms: Float32[Array, 'B rounds']
   rounds: Int32[Array, '']
 
 
@@ -50,6 +57,7 @@ class DecodeState(flax.struct.PyTreeNode):
     drafter_state: the drafter's.
     sampling: how each row is sampled; unused in a greedy program.
     stats: statistics of every round.
+    budget: the past of a choice by cost; None where nothing is chosen.
   """
 
   tokens: Int32[Array, 'B T']
@@ -62,6 +70,7 @@ class DecodeState(flax.struct.PyTreeNode):
   drafter_state: PyTree
   sampling: Sampling
   stats: RoundStats
+  budget: BudgetState | None = None
 
   @property
   def length(self) -> Int32[Array, ' B']:
@@ -169,6 +178,9 @@ def empty_stats(batch: int, rounds: int) -> RoundStats:
   return RoundStats(
     acceptance_length=jnp.zeros((batch, rounds), jnp.int32),
     num_nodes=jnp.zeros((batch, rounds), jnp.int32),
+    predicted_tokens=jnp.zeros((batch, rounds), jnp.float32),
+    ms=jnp.zeros((batch, rounds), jnp.float32),
+    ar_ms=jnp.zeros((batch, rounds), jnp.float32),
     rounds=jnp.zeros((), jnp.int32),
   )
 
@@ -220,6 +232,8 @@ def truncate(state: DecodeState, row: int, length: int) -> DecodeState:
     surplus -= taken
     if accepted[row, i] == 0:
       nodes[row, i] = 0
+      for values in (host.stats.predicted_tokens, host.stats.ms):
+        values[row, i] = 0
   host.length[row] = length
   host.done[row] = host.stopped[row] = True
   # Not `jnp.asarray`, which compiles a program for every shape.

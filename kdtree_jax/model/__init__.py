@@ -1,6 +1,7 @@
 """The target: an MLA+MoE transformer over a latent KV cache."""
 
 from kdtree_jax.model.cache import KVCache, commit, init_cache
+from kdtree_jax.model.moe import Routing
 from kdtree_jax.model.transformer import (
   ForwardOutput,
   Transformer,
@@ -11,6 +12,7 @@ from kdtree_jax.model.transformer import (
 __all__ = (
   'ForwardOutput',
   'KVCache',
+  'Routing',
   'Transformer',
   'abstract_params',
   'commit',

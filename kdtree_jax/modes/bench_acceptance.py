@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kdtree_jax import api, generation
+from kdtree_jax import api, generation, teacher_forcing
 from kdtree_jax.analysis.acceptance import count_nodes
 from kdtree_jax.analysis.plots import (
   acceptance_by_budget,
@@ -272,7 +272,7 @@ class _Bench:
     self, item: Item, batch: Sequence[Job]
   ) -> list[dict[str, Any]]:
     """The lines of jobs on given text."""
-    results = generation.teacher_forced(
+    results = teacher_forcing.teacher_forced(
       self.target,
       self.drafter,
       [job.prompt.text or [] for job in batch],

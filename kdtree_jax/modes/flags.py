@@ -15,6 +15,7 @@ from kdtree_jax.io.files import file_kind
 from kdtree_jax.io.paths import check_path
 from kdtree_jax.modes.options import MODES, Flag, ModeFlags, flags_of
 from kdtree_jax.modes.options.fields import REQUIRED
+from kdtree_jax.options import AUTO
 
 DEFAULT_MODE = 'demo'
 # Old names, which still work but are not in help; CHANGELOG.md lists them.
@@ -142,6 +143,8 @@ def _value(each: Flag, text: str) -> Any:
   if each.kind == tuple[str, ...]:
     return tuple(_name(each.name, item, names) for item in _items(text))
   kind = each.kind
+  if kind == tuple[int | str, ...]:
+    return _budgets(each.name, text)
   is_list = kind not in (int, float)
   if is_list:
     kind = int if kind == tuple[int, ...] else float
@@ -152,6 +155,16 @@ def _value(each: Flag, text: str) -> Any:
     return tuple(map(kind, _items(text))) if is_list else kind(text)
   except ValueError:
     raise UserError(f'--{each.name}={_shown(text)} is not {wanted}') from None
+
+
+def _budgets(flag: str, text: str) -> tuple[int | str, ...]:
+  try:
+    return tuple(x if x == AUTO else int(x) for x in _items(text))
+  except ValueError:
+    raise UserError(
+      f'--{flag}={_shown(text)} is not a comma-separated list of integers or '
+      f'{AUTO}'
+    ) from None
 
 
 def _items(text: str) -> list[str]:

@@ -33,7 +33,7 @@ class Variant:
   """A method with its budget: one output line per prompt and turn."""
 
   method: str
-  tree_budget: int
+  tree_budget: int | str
   tree_policy: str
 
 
@@ -237,6 +237,13 @@ def record(
       'decode': result.seconds.decode,
     },
   }
+  if result.prices:
+    line |= {
+      'num_nodes': result.num_nodes,
+      'predicted_tokens': [p.predicted_tokens for p in result.prices],
+      'ms': [price.ms for price in result.prices],
+      'priced_speedup': result.priced_speedup,
+    }
   if result.rounds is not None:
     line['trees'] = [
       {name: getattr(tree, name) for name in TREE_FIELDS}

@@ -14,6 +14,7 @@ _KINDS = {
   float: 'NUMBER',
   str: 'TEXT',
   tuple[int, ...]: 'INTEGER,...',
+  tuple[int | str, ...]: 'INTEGER|auto,...',
   tuple[float, ...]: 'NUMBER,...',
   tuple[str, ...]: 'TEXT',
 }

@@ -170,9 +170,12 @@ def ends_early(
 def drafted_rounds(
   drafter: api.LoadedDrafter | None, result: GenerateResult
 ) -> int:
-  """The number of rounds within the drafter's positions."""
+  """The number of rounds that drafted."""
   if drafter is None:
     return 0
+  if result.prices:
+    # While drafting pauses, a step costs what AR's does.
+    return sum(price.ms != price.ar_ms for price in result.prices)
   positions, lengths = drafter.drafter.max_positions, result.acceptance_lengths
   if positions is None:
     return len(lengths)

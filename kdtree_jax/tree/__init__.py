@@ -7,6 +7,7 @@ from kdtree_jax.tree.draft_tree import (
   DraftTree,
   check_invariants,
   format_tree,
+  prefix,
   root_only,
 )
 from kdtree_jax.tree.policies import TreePolicy, keep_top1_chain
@@ -20,6 +21,7 @@ __all__ = (
   'accept',
   'check_invariants',
   'format_tree',
+  'prefix',
   'root_only',
   'keep_top1_chain',
 )

@@ -43,6 +43,35 @@ class DraftTree(flax.struct.PyTreeNode):
     return slots[None, :] < self.num_nodes[:, None]
 
 
+def prefix(tree: DraftTree, nodes: Int32[Array, ' B'], width: int) -> DraftTree:
+  """The tree of the first draft nodes, in `1 + width` slots.
+
+  Args:
+    tree: a tree of at least as many slots; parents come before their children,
+      so that every prefix is a tree.
+    nodes: draft nodes that each row keeps, at most `width`.
+    width: slots besides the root's.
+  """
+  slots = 1 + width
+  num_nodes = jnp.minimum(tree.num_nodes, 1 + nodes)
+  kept = jnp.arange(slots, dtype=jnp.int32)[None, :] < num_nodes[:, None]
+
+  def cut(values, fill):
+    return jnp.where(kept, values[:, :slots], fill)
+
+  words = (slots + 31) // 32
+  return DraftTree(
+    tokens=cut(tree.tokens, 0),
+    parents=cut(tree.parents, NO_PARENT),
+    depths=cut(tree.depths, 0),
+    scores=cut(tree.scores, -jnp.inf),
+    num_nodes=num_nodes,
+    ancestors=jnp.where(
+      kept[:, :, None], tree.ancestors[:, :slots, :words], jnp.uint32(0)
+    ),
+  )
+
+
 def root_only(root: Int32[Array, ' B']) -> DraftTree:
   """The empty tree of autoregressive decoding."""
   zeros = jnp.zeros((root.shape[0], 1), jnp.int32)

@@ -10,7 +10,6 @@ import pytest
 
 from kdtree_jax import api, generation
 from kdtree_jax.decode import drivers, init_state
-from kdtree_jax.decode.compilation import Call
 from kdtree_jax.modes import loading
 from kdtree_jax.modes.generate import Variant, record
 from tests import support
@@ -91,11 +90,11 @@ def test_the_draws_stay_those_of_ar(pair, prompts):
 
 
 def loops(pair, **changes):
-  """The bodies of the loops in `decode_loop`, as text."""
+  """The bodies of the loops in `decode_rounds`, as text."""
   engine, params = engine_of(pair, **changes)
   state = init_state(engine, [[1]], [4], (), jnp.float32)
-  jaxpr = jax.make_jaxpr(drivers.decode_loop, static_argnums=0)(
-    engine, params, state
+  jaxpr = jax.make_jaxpr(drivers.decode_rounds, static_argnums=0)(
+    engine, params, state, drivers.ALL
   )
   return [
     str(equation.params['body_jaxpr'])
@@ -122,7 +121,7 @@ def copies(pair, **changes):
   """Copies of a cache's shape in the loop's program."""
   engine, params = engine_of(pair, **changes)
   state = init_state(engine, [[1, 2, 3]], [4], (), jnp.float32)
-  call = Call(drivers.decode_loop, engine, params, state, donate=True)
+  call = drivers.decode_calls(engine, params, state)[1]
   text, found = call.lower().compile().as_text(), 0
   for cache in (state.cache.latent, state.drafter_state.context):
     shape = re.escape(','.join(map(str, cache.shape)))

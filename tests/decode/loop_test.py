@@ -14,16 +14,16 @@ from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import Engine, drivers, init_state, stream
 from kdtree_jax.decode.compilation import Call
 from kdtree_jax.decode.drivers import (
-  decode_loop,
+  ALL,
   decode_rounds,
   traced_round,
 )
+from kdtree_jax.decode.prefill import prefill
 from kdtree_jax.decode.round import (
   accept_path,
   build_tree,
   decode_round,
   draft,
-  prefill,
   verify,
 )
 from kdtree_jax.errors import UserError
@@ -59,12 +59,18 @@ def golden(count):
   return trace['ar_ids'][len(trace['prompt']) :][:count]
 
 
-def test_drivers_agree_bitwise():
-  engine, params = trained()
-  looped, _ = drivers.decode_to_end(engine, params, fresh(engine))
-  streamed = [*stream(engine, params, fresh(engine))][-1]
-  by_threes = [*stream(engine, params, fresh(engine), 3)]
-  traced = [*drivers.traced(engine, params, fresh(engine))][-1][0]
+@pytest.mark.parametrize('budget', (16, 'auto'))
+def test_drivers_agree_bitwise(budget):
+  engine, params = trained(budget)
+  params, _ = support.with_costs(engine, params, fresh(engine))
+
+  def new():
+    return support.with_costs(engine, params, fresh(engine))[1]
+
+  looped, _ = drivers.decode_to_end(engine, params, new())
+  streamed = [*stream(engine, params, new())][-1]
+  by_threes = [*stream(engine, params, new(), 3)]
+  traced = [*drivers.traced(engine, params, new())][-1][0]
   rounds = int(looped.stats.rounds)
   assert rounds < NEW_TOKENS
   assert len(by_threes) == 1 + -(-rounds // 3)
@@ -96,10 +102,10 @@ def test_the_loop_never_leaves_the_device(name):
     if drafter.drafter.needs_golden:
       params['drafter'] = generation.golden_params(engine, [[1]])
   state = fresh(engine, [[1]], 4)
-  for function in (prefill, decode_loop):
+  for function, operands in ((prefill, ()), (decode_rounds, (ALL,))):
     # Before XLA: it adds no way to the host.
     jitted = jax.jit(function, static_argnums=0)
-    text = jitted.lower(engine, params, state).as_text()
+    text = jitted.lower(engine, params, state, *operands).as_text()
     assert 'stablehlo.while' in text
     assert not TO_HOST.findall(text), function.__name__
 
@@ -127,11 +133,11 @@ MAKERS = {
   'ar': autoregressive,
   'nothing': functools.partial(trained, 0),
   'tree': trained,
+  'auto': functools.partial(trained, 'auto'),
 }
 DRIVERS = {
   'prefill': (prefill, ()),
-  'generate': (decode_loop, ()),
-  'stream': (decode_rounds, (jnp.int32(2),)),
+  'generate': (decode_rounds, (ALL,)),
   'traced': (traced_round, ()),
   'forced': (traced_round, ()),  # With a text.
 }
@@ -156,6 +162,8 @@ def copies(text, cache):
     *itertools.product(('ar',), [*DRIVERS][:-1], (1,)),
     *itertools.product(('ar', 'tree'), ('prefill', 'generate'), (3,)),
     *itertools.product(('nothing',), ('generate', 'traced', 'forced'), (1,)),
+    *itertools.product(('auto',), ('generate', 'forced'), (1,)),
+    ('auto', 'generate', 3),
   ),
 )
 def test_no_cache_is_copied(maker, driver, batch):
@@ -164,7 +172,9 @@ def test_no_cache_is_copied(maker, driver, batch):
   On a machine with a GPU this is the GPU's compiled text.
   """
   engine, params = MAKERS[maker]()
-  state = fresh(engine, [[1, 2, 3]] * batch)
+  params, state = support.with_costs(
+    engine, params, fresh(engine, [[1, 2, 3]] * batch)
+  )
   function, operands = DRIVERS[driver]
   if driver == 'forced':
     operands = (state.tokens,)
@@ -180,7 +190,8 @@ def test_undonated_caches_are_copied():
   """The control of the test above: its pattern does find a copy."""
   engine, params = trained()
   state = fresh(engine, [[1, 2, 3]])
-  program = Call(decode_loop, engine, params, state).lower().compile()
+  call = Call(decode_rounds, engine, params, state, (ALL,))
+  program = call.lower().compile()
   assert copies(program.as_text(), state.cache.latent)
 
 
@@ -419,7 +430,14 @@ def test_bfloat16_runs_and_repeats_bitwise():
   drafter = api.load_drafter(support.DATA / FIXTURE / 'dflash', target)
   prompt = support.trace(FIXTURE)['prompt']
   first, second = (
-    generation.generate(target, drafter, prompt, max_new_tokens=12, stop_ids=())
+    generation.generate(
+      target,
+      drafter,
+      prompt,
+      max_new_tokens=12,
+      stop_ids=(),
+      costs='bytes',
+    )
     for _ in range(2)
   )
   assert first.output_ids == second.output_ids

@@ -12,8 +12,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import pallas_kernels
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import Engine, init_state
-from kdtree_jax.decode.drivers import decode_loop
-from kdtree_jax.decode.round import decode_round, draft, prefill
+from kdtree_jax.decode.drivers import ALL, decode_rounds
+from kdtree_jax.decode.prefill import prefill
+from kdtree_jax.decode.round import decode_round, draft
 from kdtree_jax.drafters.dflash import DFlashDrafter
 from kdtree_jax.model import abstract_params
 from kdtree_jax.named_configs import load_config
@@ -55,8 +56,8 @@ def make_engine(budget, kernels):
   return Engine(config, drafter, decode)
 
 
-def lowered(function, engine, batch):
-  """The text of a function of engine, params and state."""
+def lowered(function, engine, batch, *operands):
+  """The text of a function of engine, params, state and operands."""
   params = {'target': abstract_params(engine.config, jnp.bfloat16)}
   params['drafter'] = {}
   if engine.drafter:
@@ -67,13 +68,15 @@ def lowered(function, engine, batch):
   state = jax.eval_shape(
     lambda: init_state(engine, [[1]] * batch, [4] * batch, (), jnp.bfloat16)
   )
-  traced = jax.jit(function, static_argnums=0).trace(engine, params, state)
+  traced = jax.jit(function, static_argnums=0).trace(
+    engine, params, state, *operands
+  )
   return traced.lower(lowering_platforms=('cuda',)).as_text()
 
 
-def lowered_kernels(function, engine, batch):
+def lowered_kernels(function, engine, batch, *operands):
   """How many kernels a function of engine, params and state calls."""
-  text = lowered(function, engine, batch)
+  text = lowered(function, engine, batch, *operands)
   return text.count('custom_call @mosaic_gpu')
 
 
@@ -85,8 +88,8 @@ def test_loop_and_prefill_use_the_kernels(hopper, budget, batch):
   # Attention and two products of the experts; the loop also drafts, with two
   # kernels, builds and walks trees. The same kernel in two layers may be
   # lowered once.
-  for function, least in ((prefill, 3), (decode_loop, 7)):
-    count = lowered_kernels(function, engine, batch)
+  for function, least, *operands in ((prefill, 3), (decode_rounds, 7, ALL)):
+    count = lowered_kernels(function, engine, batch, *operands)
     assert count >= least, f'{function.__name__}: {count} kernels'
 
 

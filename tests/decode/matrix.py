@@ -12,7 +12,7 @@ class Case(NamedTuple):
   variant: str
   drafter: str
   policy: str
-  budget: int
+  budget: int | str
   batch: int
 
 
@@ -22,7 +22,7 @@ AXES = (
   config_names(),
   registry.names('drafter'),
   registry.names('tree_policy'),
-  (7, 97, 64, 1, 0),
+  (7, 97, 64, 1, 0, 'auto'),
   (1, 3),
 )
 
@@ -58,7 +58,9 @@ def pairwise() -> list[Case]:
   axes = list(itertools.combinations(range(len(AXES)), 2))
 
   def pairs(case):
-    words = case.budget and min(-(-(1 + case.budget) // 32), 2)
+    words = case.budget
+    if words not in (0, 'auto'):
+      words = min(-(-(1 + case.budget) // 32), 2)
     alike = case._replace(budget=words)
     met = {(i, j, alike[i], alike[j]) for i, j in axes}
     met.add(('exactly', case.policy, case.budget))
@@ -75,7 +77,7 @@ def pairwise() -> list[Case]:
     missing -= pairs(best)
     remaining.remove(best)
     chosen.append(best)
-  return sorted(chosen)
+  return sorted(chosen, key=lambda case: tuple(map(str, case)))
 
 
 def each_once() -> list[Case]:

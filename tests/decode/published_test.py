@@ -8,7 +8,8 @@ from safetensors.numpy import load_file
 
 from kdtree_jax import api, generation
 from kdtree_jax.decode import init_state
-from kdtree_jax.decode.round import draft, prefill
+from kdtree_jax.decode.prefill import prefill
+from kdtree_jax.decode.round import draft
 from tests import support
 
 # Nodes whose scores are closer than this may change places.

@@ -212,7 +212,13 @@ def test_operands_compile_nothing():
 
   def run(**options):
     return generation.generate(
-      target, drafter, prompt, max_new_tokens=6, capacity=32, **options
+      target,
+      drafter,
+      prompt,
+      max_new_tokens=6,
+      capacity=32,
+      costs='bytes',
+      **options,
     ).output_ids
 
   run(temperature=1.0)

@@ -12,8 +12,7 @@ import safetensors.numpy
 
 from kdtree_jax import api, generation
 from kdtree_jax.decode import init_state
-from kdtree_jax.decode.compilation import Call
-from kdtree_jax.decode.drivers import decode_loop
+from kdtree_jax.decode.drivers import decode_calls
 from kdtree_jax.errors import UserError
 from kdtree_jax.io import huggingface as hf
 from kdtree_jax.io.tensors import (
@@ -162,7 +161,7 @@ def test_the_loop_never_holds_all_experts_expanded(name, stored, expanded):
   engine = generation.make_engine(target, None, 0, options)
   params = {'target': target.params, 'drafter': {}}
   state = init_state(engine, [[1]], [4], (), target.dtype)
-  call = Call(decode_loop, engine, params, state, donate=True)
+  call = decode_calls(engine, params, state)[1]
   text = call.lower().compile().as_text()
   assert stored in text, 'the pattern is stale'
   assert not any(shape in text for shape in expanded)

@@ -10,7 +10,7 @@ import pytest
 from kdtree_jax import generation
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decode import Engine, init_state
-from kdtree_jax.decode.round import prefill
+from kdtree_jax.decode.prefill import prefill
 from kdtree_jax.model import Transformer, init_cache
 from kdtree_jax.named_configs import config_names, load_config
 from tests import support

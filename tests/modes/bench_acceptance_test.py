@@ -11,6 +11,8 @@ from kdtree_jax import api, generation
 from kdtree_jax.decode import SamplingConfig
 from kdtree_jax.errors import UserError
 from kdtree_jax.modes import bench_acceptance, resumable_runs
+from kdtree_jax.options import GenerateOptions
+from kdtree_jax.teacher_forcing import teacher_forced
 from kdtree_jax.training.corpus import read_corpus
 from tests.command_line import mode_flags
 from tests.modes.pair import write_pair
@@ -158,7 +160,12 @@ def test_real_text_equal_to_the_models_own_gives_its_rounds(files):
     target, drafter, prompts, record_rounds=True, **options
   )
   texts = [[*r.prompt_ids, *r.output_ids] for r in longer]
-  forced = generation.force(target, drafter, texts, 6, **options)
+
+  def forced_along(texts):
+    given = GenerateOptions(**options)
+    return teacher_forced(target, drafter, texts, 6, given)
+
+  forced = forced_along(texts)
   for free, result in zip(own, forced, strict=True):
     assert result.along_text.acceptance_lengths == free.acceptance_lengths
     assert result.along_target.acceptance_lengths == free.acceptance_lengths
@@ -167,12 +174,12 @@ def test_real_text_equal_to_the_models_own_gives_its_rounds(files):
     assert max(free.acceptance_lengths) > 1
   # Text that the target would never say: its own walk goes on regardless.
   other = [[(t + 1) % 60 for t in text] for text in texts]
-  for result in generation.force(target, drafter, other, 6, **options):
+  for result in forced_along(other):
     assert result.along_text.output_ids == result.along_text.output_ids
     walks = result.along_target.acceptance_lengths
     assert len(walks) == len(result.along_text.acceptance_lengths)
   with pytest.raises(UserError, match='fewer than 32 tokens'):
-    generation.force(target, drafter, [texts[0][:31]], 6, **options)
+    forced_along([texts[0][:31]])
 
 
 def test_mixed_temperatures(files):

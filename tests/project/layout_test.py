@@ -66,6 +66,8 @@ TOP = {
   'api',
   'audit',
   'benchmark',
+  'calibrations',
+  'costs',
   'divergence',
   'generation',
   'modes',
@@ -73,6 +75,7 @@ TOP = {
   'observation',
   'options',
   'sessions',
+  'teacher_forcing',
   '__init__',
   '__main__',
 }

@@ -4,6 +4,7 @@ The type and the default of a flag are those of its field; `modes/flags.py`
 reads both. Lists are tuples:
 
     tuple[int, ...], tuple[float, ...]   a comma-separated list
+    tuple[int | str, ...]                a comma-separated list with `auto`
     tuple[str, ...] with `choices`       a comma-separated list of names
     tuple[str, ...]                      a flag given once per item
 """

@@ -12,11 +12,12 @@ from kdtree_jax.modes.options.shared import (
   TargetFlags,
   block_size_flag,
   check_budgets,
+  costs_flag,
   drafter_flag,
   ignore_eos_flag,
   prefill_chunk_flag,
 )
-from kdtree_jax.options import GenerateOptions
+from kdtree_jax.options import AUTO, GenerateOptions
 
 METHODS = ('ar', 'chain', 'ddtree')
 
@@ -121,6 +122,18 @@ class GenerateFlags(
     'How to decode. If it is not given: by all, or by ar without --drafter.',
     choices=methods,
   )
+  tree_budget: tuple[int | str, ...] = flag(
+    (AUTO,),
+    'Draft nodes verified per round, without the root; a list gives one run '
+    'each. auto chooses them each round by what they cost.',
+  )
+  costs: str | None = costs_flag()
+  calibration: str | None = flag(
+    None,
+    'For --tree_budget=auto: a file of --mode=bench_acceptance with the '
+    'correction of the drafter to start from.',
+    path='input',
+  )
   batch_size: int = flag(
     1, 'Prompts of one capacity that are decoded together.'
   )
@@ -142,6 +155,7 @@ class GenerateFlags(
 
   def __post_init__(self):
     super().__post_init__()
+    check_budgets(*self.tree_budget)
     self.at_least_one('batch_size')
     self._check_methods()
     if self.stream and self.dump_trees:
@@ -155,7 +169,10 @@ class GenerateFlags(
     used = self.used_methods
     why = f'is not used by --methods={",".join(used)}'
     if 'ddtree' not in used:
-      self.refuse(['tree_budget', 'tree_policy', 'keep_top1_chain'], why)
+      names = ['tree_budget', 'tree_policy', 'keep_top1_chain']
+      self.refuse([*names, 'costs', 'calibration'], why)
+    elif AUTO not in self.tree_budget:
+      self.refuse(['costs', 'calibration'], 'needs --tree_budget=auto')
     if set(used) != {'ar'}:
       if self.drafter is None:
         raise UserError(f'--methods={",".join(used)} needs --drafter')
@@ -179,6 +196,8 @@ class GenerateFlags(
     """
     return GenerateOptions(
       max_new_tokens=self.max_new_tokens,
+      costs=self.costs,
+      calibration=self.calibration,
       keep_top1_chain=self.keep_top1_chain,
       stop_ids=() if self.ignore_eos else self.stop_ids,
       capacity=self.capacity,
@@ -202,9 +221,18 @@ class AuditFlags(DecodingFlags, PromptFlags, RatedDrafterFlags, TargetFlags):
 
   mode = 'audit'
   drafter: str = drafter_flag(REQUIRED)
+  tree_budget: tuple[int, ...] = flag(
+    (64,),
+    'Draft nodes verified per round, without the root; a list gives one audit '
+    'each.',
+  )
   output: str | None = flag(
     None, 'A JSONL file for reports. If it is not given: none.', path='output'
   )
+
+  def __post_init__(self):
+    super().__post_init__()
+    check_budgets(*self.tree_budget)
 
   @property
   def options(self) -> GenerateOptions:

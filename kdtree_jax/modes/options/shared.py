@@ -48,10 +48,22 @@ def weight_forms() -> Sequence[str]:
   return ('as_stored', *dtype_names())
 
 
-def check_budgets(*budgets: int) -> None:
+def check_budgets(*budgets: int | str) -> None:
   """Checks values of `--tree_budget`."""
   for budget in budgets:
-    DecodeConfig(tree_budget=budget, draft_depth=1)
+    if isinstance(budget, int):
+      DecodeConfig(tree_budget=budget, draft_depth=1)
+
+
+def costs_flag() -> Any:
+  """`--costs` of a budget that is chosen each round."""
+  return flag(
+    None,
+    'For --tree_budget=auto: what steps cost, as a file of --mode=bench or the '
+    'name of a table that ships (then prices are of its model and device); '
+    'bytes computes them. If it is not given: as measured on this machine, '
+    'once.',
+  )
 
 
 def weights_flag() -> Any:
@@ -231,11 +243,6 @@ class DecodingFlags(ModeFlags):
   max_new_tokens: int = flag(
     GenerateOptions.max_new_tokens, 'Tokens to generate.'
   )
-  tree_budget: tuple[int, ...] = flag(
-    (GenerateOptions.tree_budget,),
-    'Draft nodes verified per round, without the root; a list gives one run '
-    'each.',
-  )
   tree_policy: str = flag(
     GenerateOptions.tree_policy,
     'How ddtree grows its tree.',
@@ -246,7 +253,3 @@ class DecodingFlags(ModeFlags):
     'Keep the most probable chain in every ddtree tree.',
   )
   kernels: str = kernels_flag()
-
-  def __post_init__(self):
-    super().__post_init__()
-    check_budgets(*self.tree_budget)
