@@ -42,7 +42,7 @@ def expert_router(
     valid: `[T]` bool, rows that need experts; None if all rows do.
     config: how experts are chosen.
     implementation: None for the best available, "mosaic_gpu" (a Hopper GPU,
-      bfloat16, one group) or "reference".
+      bfloat16) or "reference".
 
   Returns:
     The routing of all rows; and the dispatch ids `[T, K]` int32, which
