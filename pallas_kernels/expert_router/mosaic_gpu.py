@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -111,7 +110,7 @@ def run(
 ) -> tuple[reference.Routing, jax.Array]:
   """`expert_router`; jitted by itself, so that layers are lowered once."""
   rows, experts = x.shape[0], gate.shape[0]
-  if product.why_not(*x.shape, experts):
+  if product.why_not(rows, x.shape[1], experts):
     parts = dense.matmul(x.astype(jnp.float32), gate)[None]
   else:
     parts = product.logits(x, gate, interpret)
@@ -286,19 +285,16 @@ def _mask_groups(key, experts, config):
     """Writes the key of group `g`'s score to the columns of its experts."""
     here = group == g
     rest = jnp.where(here, key, LOWEST)
-    total = None
-    for taken in range(config.group_score_experts):
-      if taken:
-        *_, rest = _take_best(rest, expert)
-      best = _float_order.float_of(
-        _float_order.flip_negative(jnp.max(rest, axis=1))
-      )
-      total = best if total is None else total + best
+    best = [jnp.max(rest, axis=1)]
+    for _ in range(config.group_score_experts - 1):
+      *_, rest = _take_best(rest, expert)
+      best.append(jnp.max(rest, axis=1))
+    best = [_float_order.flip_negative(key) for key in best]
+    best = [_float_order.float_of(bits) for bits in best]
+    total = sum(best[1:], best[0])
     total = _float_order.flip_negative(_float_order.bits_of(total))
     total = jnp.maximum(total, LOWEST + 1)
-    return jnp.where(
-      here, lax.broadcast_in_dim(total, key.shape, (0,)), scores
-    )
+    return jnp.where(here, lax.broadcast_in_dim(total, key.shape, (0,)), scores)
 
   def keep(_, carry):
     scores, kept = carry
@@ -307,9 +303,10 @@ def _mask_groups(key, experts, config):
 
   # Columns of no expert are in no group, and are never kept.
   scores = lax.fori_loop(0, config.n_group, score, lowest)
-  masked = np.float32(config.masked_score).view(np.int32)
-  masked = max(_float_order.flip_negative(masked), LOWEST + 1)
-  kept = jnp.full_like(key, masked)
+  masked = _float_order.bits_of(
+    jnp.full_like(key, config.masked_score, jnp.float32)
+  )
+  kept = jnp.maximum(_float_order.flip_negative(masked), LOWEST + 1)
   return lax.fori_loop(0, config.topk_group, keep, (scores, kept))[1]
 
 

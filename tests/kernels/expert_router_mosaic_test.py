@@ -18,12 +18,8 @@ from pallas_kernels.expert_router import (
 )
 from tests.kernels import witness
 
-V3 = dict(
-  n_group=8, topk_group=4, group_score_experts=2, masked_score=-np.inf
-)
-V2 = dict(
-  scoring_func='softmax', norm_topk_prob=False, n_group=8, topk_group=3
-)
+V3 = dict(n_group=8, topk_group=4, group_score_experts=2, masked_score=-np.inf)
+V2 = dict(scoring_func='softmax', norm_topk_prob=False, n_group=8, topk_group=3)
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
@@ -198,9 +194,7 @@ def test_what_it_leaves_to_the_reference():
 
   assert 'bfloat16' in why_not(x.astype(jnp.float32), 64, make_config(6))
   assert 'groups' in why_not(x, 64, make_config(6, n_group=3))
-  assert 'topk_group' in why_not(
-    x, 64, make_config(6, n_group=2, topk_group=3)
-  )
+  assert 'topk_group' in why_not(x, 64, make_config(6, n_group=2, topk_group=3))
   assert 'group_score' in why_not(
     x, 64, make_config(6, n_group=64, group_score_experts=2)
   )
