@@ -1,6 +1,6 @@
 """The one entry to the router."""
 
-import jax
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import _checks, _dispatch
 from pallas_kernels.expert_router import mosaic_gpu, reference
@@ -21,14 +21,14 @@ _IMPLEMENTATIONS = {
 
 
 def expert_router(
-  x: jax.Array,
-  gate: jax.Array,
-  bias: jax.Array | None,
-  valid: jax.Array | None,
+  x: Float[Array, 'rows M'],
+  gate: Float32[Array, 'E M'],
+  bias: Float32[Array, ' E'] | None,
+  valid: Bool[Array, ' rows'] | None,
   config: RouterConfig,
   *,
   implementation: str | None = None,
-) -> tuple[Routing, jax.Array]:
+) -> tuple[Routing, Int32[Array, 'rows K']]:
   """Chooses each row's experts and their weights.
 
   The logits are the float32 product of x and the gate. Scores are ordered by
@@ -42,7 +42,7 @@ def expert_router(
     valid: `[T]` bool, rows that need experts; None if all rows do.
     config: how experts are chosen.
     implementation: None for the best available, "mosaic_gpu" (a Hopper GPU,
-      bfloat16, one group) or "reference".
+      bfloat16) or "reference".
 
   Returns:
     The routing of all rows; and the dispatch ids `[T, K]` int32, which

@@ -53,10 +53,14 @@ def why_not(
   experts, choices = gate.shape[0], config.num_experts_per_tok
   if x.dtype != jnp.bfloat16:
     return f'x: {x.dtype}, not bfloat16'
-  if config.n_group != 1:
-    return f'{config.n_group} groups of experts'
   if not 1 <= experts <= _MAX_EXPERTS:
     return f'gate: {experts} experts; 1 to {_MAX_EXPERTS}'
+  if config.n_group < 1 or experts % config.n_group:
+    return f'{experts} experts in {config.n_group} groups: not of equal size'
+  if not 1 <= config.topk_group <= config.n_group:
+    return f'topk_group: {config.topk_group} of {config.n_group} groups'
+  if not 1 <= config.group_score_experts <= experts // config.n_group:
+    return f'group_score_experts: {config.group_score_experts} of a group'
   if not 1 <= choices <= min(_MAX_CHOICES, experts):
     return f'{choices} choices of {experts}; at most {_MAX_CHOICES}'
   if not 1 <= x.shape[0] <= _MAX_ROWS:
@@ -106,7 +110,7 @@ def run(
 ) -> tuple[reference.Routing, jax.Array]:
   """`expert_router`; jitted by itself, so that layers are lowered once."""
   rows, experts = x.shape[0], gate.shape[0]
-  if product.why_not(*x.shape, experts):
+  if product.why_not(rows, x.shape[1], experts):
     parts = dense.matmul(x.astype(jnp.float32), gate)[None]
   else:
     parts = product.logits(x, gate, interpret)
@@ -135,7 +139,7 @@ def choose(
     bias: `[E]` float32, or None.
     valid: `[T]` bool, or None.
     rows: T.
-    config: has one group.
+    config: how experts are chosen.
     interpret: parameters of the interpreter, or None.
 
   Returns:
@@ -206,7 +210,7 @@ def _kernel(
   if bias is not None:
     choice += across(_load(bias, 0))
   choices = config.num_experts_per_tok
-  chosen, gains = _choose(scores, choice, experts, choices)
+  chosen, gains = _choose(scores, choice, experts, config)
   if config.norm_topk_prob:
     total = sum(gains[1:], gains[0]) + 1e-20
     gains = [gain / total for gain in gains]
@@ -249,25 +253,75 @@ def _scores(logits, experts, config):
   return powers / lax.broadcast_in_dim(total, logits.shape, (0,))
 
 
-def _choose(scores, choice, experts, choices):
+def _choose(scores, choice, experts, config):
   """The experts `[4]` of the highest `choice`, and their `scores` `[4]`."""
   expert = _column(scores.shape)
   bits, key = _float_order.bits_of(scores), _float_order.bits_of(choice)
   # The lowest key is kept for columns of no expert.
   key = _float_order.flip_negative(key)
   key = jnp.maximum(key, LOWEST + 1)
+  if config.topk_group < config.n_group:
+    key = _mask_groups(key, experts, config)
   key = jnp.where(expert < experts, key, LOWEST)
   chosen, gains = [], []
-  for _ in range(choices):
-    best = lax.broadcast_in_dim(jnp.max(key, axis=1), key.shape, (0,))
-    # The first expert, by a maximum: a warp has an instruction for that.
-    first = -jnp.max(jnp.where(key == best, -expert, LOWEST), axis=1)
-    here = expert == lax.broadcast_in_dim(first, key.shape, (0,))
-    key = jnp.where(here, LOWEST, key)
+  for _ in range(config.num_experts_per_tok):
+    first, here, key = _take_best(key, expert)
     gain = jnp.sum(jnp.where(here, bits, 0), axis=1)
     chosen.append(first)
     gains.append(_float_order.float_of(gain))
   return chosen, gains
+
+
+def _mask_groups(key, experts, config):
+  """Masks the keys `[4, E]` of experts in all but the best groups.
+
+  Loops, not unrolled: lowering takes as long as there are operations.
+  """
+  expert = _column(key.shape)
+  group = lax.div(expert, jnp.full_like(expert, experts // config.n_group))
+  lowest = jnp.full_like(key, LOWEST)
+
+  def score(g, scores):
+    """Writes the key of group `g`'s score to the columns of its experts."""
+    here = group == g
+    rest = jnp.where(here, key, LOWEST)
+    best = [jnp.max(rest, axis=1)]
+    for _ in range(config.group_score_experts - 1):
+      *_, rest = _take_best(rest, expert)
+      best.append(jnp.max(rest, axis=1))
+    best = [_float_order.flip_negative(key) for key in best]
+    best = [_float_order.float_of(bits) for bits in best]
+    total = sum(best[1:], best[0])
+    total = _float_order.flip_negative(_float_order.bits_of(total))
+    total = jnp.maximum(total, LOWEST + 1)
+    return jnp.where(here, lax.broadcast_in_dim(total, key.shape, (0,)), scores)
+
+  def keep(_, carry):
+    scores, kept = carry
+    _, here, scores = _take_best(scores, group)
+    return scores, jnp.where(here, key, kept)
+
+  # Columns of no expert are in no group, and are never kept.
+  scores = lax.fori_loop(0, config.n_group, score, lowest)
+  masked = _float_order.bits_of(
+    jnp.full_like(key, config.masked_score, jnp.float32)
+  )
+  kept = jnp.maximum(_float_order.flip_negative(masked), LOWEST + 1)
+  return lax.fori_loop(0, config.topk_group, keep, (scores, kept))[1]
+
+
+def _take_best(key, place):
+  """The lowest `place` `[4]` of the highest `key`; where it is; keys without.
+
+  Args:
+    key: `[4, E]` int32; those that are taken become the lowest.
+    place: `[4, E]` int32: columns, or the groups that they are in.
+  """
+  best = lax.broadcast_in_dim(jnp.max(key, axis=1), key.shape, (0,))
+  # The first place, by a maximum: a warp has an instruction for that.
+  first = -jnp.max(jnp.where(key == best, -place, LOWEST), axis=1)
+  here = place == lax.broadcast_in_dim(first, key.shape, (0,))
+  return first, here, jnp.where(here, LOWEST, key)
 
 
 def _column(shape):

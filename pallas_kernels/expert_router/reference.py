@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import dense
 
@@ -55,33 +56,37 @@ class Routing(NamedTuple):
       chosen: biased, before groups are masked.
   """
 
-  ids: jax.Array
-  weights: jax.Array
-  choice: jax.Array
+  ids: Int32[Array, 'rows K']
+  weights: Float32[Array, 'rows K']
+  choice: Float32[Array, 'rows E']
 
 
 def expert_router(
-  x: jax.Array,
-  gate: jax.Array,
-  bias: jax.Array | None,
-  valid: jax.Array | None,
+  x: Float[Array, 'rows M'],
+  gate: Float32[Array, 'E M'],
+  bias: Float32[Array, ' E'] | None,
+  valid: Bool[Array, ' rows'] | None,
   config: RouterConfig,
-) -> tuple[Routing, jax.Array]:
+) -> tuple[Routing, Int32[Array, 'rows K']]:
   """See `pallas_kernels.expert_router.api.expert_router`."""
   routing = route(dense.matmul(x.astype(jnp.float32), gate), bias, config)
   return routing, dispatch_ids(routing.ids, valid, gate.shape[0])
 
 
 def dispatch_ids(
-  ids: jax.Array, valid: jax.Array | None, experts: int
-) -> jax.Array:
+  ids: Int32[Array, 'rows K'],
+  valid: Bool[Array, ' rows'] | None,
+  experts: int,
+) -> Int32[Array, 'rows K']:
   """`ids [T, K]`, but E, which is no expert, in rows not `valid [T]`."""
   return ids if valid is None else jnp.where(valid[:, None], ids, experts)
 
 
 def choice_scores(
-  logits: jax.Array, bias: jax.Array | None, config: RouterConfig
-) -> tuple[jax.Array, jax.Array]:
+  logits: Float32[Array, 'rows E'],
+  bias: Float32[Array, ' E'] | None,
+  config: RouterConfig,
+) -> tuple[Float32[Array, 'rows E'], Float32[Array, 'rows E']]:
   """Scores from which weights are taken, and by which experts are chosen.
 
   Args:
@@ -100,7 +105,9 @@ def choice_scores(
 
 
 def route(
-  logits: jax.Array, bias: jax.Array | None, config: RouterConfig
+  logits: Float32[Array, 'rows E'],
+  bias: Float32[Array, ' E'] | None,
+  config: RouterConfig,
 ) -> Routing:
   """Chooses experts and mixing weights.
 
@@ -111,21 +118,30 @@ def route(
     config: scoring, grouping and scaling.
   """
   scores, choice = choice_scores(logits, bias, config)
-  _, ids = lax.top_k(_mask_groups(choice, config), config.num_experts_per_tok)
+  _, ids = lax.top_k(mask_groups(choice, config), config.num_experts_per_tok)
   weights = jnp.take_along_axis(scores, ids, axis=-1)
   if config.norm_topk_prob:
     weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
   return Routing(ids, weights * config.routed_scaling_factor, choice)
 
 
-def _mask_groups(scores: jax.Array, config: RouterConfig) -> jax.Array:
+def group_scores(
+  scores: Float32[Array, 'rows E'], config: RouterConfig
+) -> Float32[Array, 'rows groups']:
+  """The scores by which groups of experts are chosen."""
+  grouped = scores.reshape(scores.shape[0], config.n_group, -1)
+  return lax.top_k(grouped, config.group_score_experts)[0].sum(axis=-1)
+
+
+def mask_groups(
+  scores: Float32[Array, 'rows E'], config: RouterConfig
+) -> Float32[Array, 'rows E']:
   """Masks the scores of all but the `topk_group` best groups."""
   rows, groups = scores.shape[0], config.n_group
   if groups == 1:
     return scores
   grouped = scores.reshape(rows, groups, -1)
-  group_scores = lax.top_k(grouped, config.group_score_experts)[0].sum(axis=-1)
-  _, kept = lax.top_k(group_scores, config.topk_group)
+  _, kept = lax.top_k(group_scores(scores, config), config.topk_group)
   keep = jax.nn.one_hot(kept, groups, dtype=jnp.bool_).any(axis=1)
   return jnp.where(keep[:, :, None], grouped, config.masked_score).reshape(
     scores.shape

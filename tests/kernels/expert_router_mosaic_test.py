@@ -18,6 +18,8 @@ from pallas_kernels.expert_router import (
 )
 from tests.kernels import witness
 
+V3 = dict(n_group=8, topk_group=4, group_score_experts=2, masked_score=-np.inf)
+V2 = dict(scoring_func='softmax', norm_topk_prob=False, n_group=8, topk_group=3)
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
@@ -56,6 +58,11 @@ def check(parts, bias, valid, config):
     (7, 8, 1, 1, {'norm_topk_prob': False}),
     (5, 384, 8, 2, {}),
     (9, 72, 6, 3, {'scoring_func': 'softmax'}),
+    (5, 256, 8, 1, V3),
+    (3, 160, 6, 2, V2),
+    (5, 384, 8, 1, V3 | {'n_group': 16, 'topk_group': 1}),
+    (3, 64, 8, 1, V3 | {'n_group': 2, 'topk_group': 2}),
+    (1, 72, 6, 1, V3 | {'n_group': 4, 'topk_group': 3}),
     pytest.param(63, 64, 6, 2, {}, marks=pytest.mark.slow),
     pytest.param(
       65, 8, 8, 1, {'scoring_func': 'softmax'}, marks=pytest.mark.slow
@@ -83,6 +90,25 @@ def test_ties_and_what_is_not_finite():
   rows[6, [3, 50]] = -np.nan
   rows[7] = np.nan
   check(rows[None], None, None, make_config(6))
+
+
+@pytest.mark.parametrize('changes', [V3, V2])
+def test_groups_that_tie_or_are_not_finite(changes):
+  """A row each; the bias makes all choices negative but the last group's."""
+  rows = np.random.default_rng(0).normal(size=(8, 64))
+  rows[0] = 0.5
+  rows[1] = np.tile(rows[1, :8], 8)  # Groups tie.
+  rows[2] = np.repeat(rows[2, :32], 2)  # Experts tie.
+  rows[3] = -np.inf
+  rows[4, 8:] = -np.inf
+  rows[5, 40] = np.inf
+  rows[6, [3, 50]] = np.nan
+  rows[7] = np.nan
+  bias = np.full(64, -2.0)
+  bias[:16] = -np.inf
+  bias[56:] = 0
+  check(rows[None], bias, None, make_config(6, **changes))
+  check(rows[None], None, None, make_config(6, **changes))
 
 
 def test_bias_of_infinity_closes_an_expert():
@@ -129,13 +155,22 @@ def test_case(case):
     1056,
   ],
 )
-@pytest.mark.parametrize('model', [(6, 64, 2048), (8, 384, 7168), (2, 8, 256)])
+@pytest.mark.parametrize(
+  'model',
+  [
+    (6, 64, 2048, {}),
+    (8, 384, 7168, {}),
+    (2, 8, 256, {}),
+    (8, 256, 7168, V3),
+    (6, 160, 5120, V2),
+  ],
+)
 def test_lowers_at_real_shapes(rows, model):
-  choices, experts, hidden = model
+  choices, experts, hidden, changes = model
   device = AbstractDevice('NVIDIA H200', 132, 'gpu')
   mesh = AbstractMesh((), (), abstract_device=device)
   struct = jax.ShapeDtypeStruct
-  config = make_config(choices)
+  config = make_config(choices, **changes)
   with jax.sharding.use_abstract_mesh(mesh):
     x = struct((rows, hidden), jnp.bfloat16)
     gate = struct((experts, hidden), jnp.float32)
@@ -158,7 +193,11 @@ def test_what_it_leaves_to_the_reference():
     return mosaic_gpu.why_not(x, gate, None, None, config)
 
   assert 'bfloat16' in why_not(x.astype(jnp.float32), 64, make_config(6))
-  assert 'groups' in why_not(x, 64, make_config(6, n_group=2))
+  assert 'groups' in why_not(x, 64, make_config(6, n_group=3))
+  assert 'topk_group' in why_not(x, 64, make_config(6, n_group=2, topk_group=3))
+  assert 'group_score' in why_not(
+    x, 64, make_config(6, n_group=64, group_score_experts=2)
+  )
   assert 'choices' in why_not(x, 64, make_config(9))
   assert 'experts' in why_not(x, 513, make_config(6))
   with pytest.raises(ValueError, match='scoring_func'):
