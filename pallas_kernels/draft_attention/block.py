@@ -269,8 +269,7 @@ def _multiply(block: Block, acc: jax.Array, slot) -> Any:
     compute(ref)
     return ref[...]
 
-  rows, columns = acc.shape
-  return acc + pl.run_scoped(fresh, plgpu.ACC((rows, columns), acc.dtype))
+  return acc + pl.run_scoped(fresh, plgpu.ACC((ROWS, acc.shape[1]), acc.dtype))
 
 
 def _step(block: Block, i, carry):

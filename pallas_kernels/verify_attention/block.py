@@ -383,8 +383,7 @@ def _multiply(acc: jax.Array, a, b, interpret) -> Any:
     compute(ref)
     return ref[...]
 
-  rows, columns = acc.shape
-  return acc + pl.run_scoped(fresh, plgpu.ACC((rows, columns), acc.dtype))
+  return acc + pl.run_scoped(fresh, plgpu.ACC((ROWS, acc.shape[1]), acc.dtype))
 
 
 def _value_warpgroup(block: Block, out, h: int | jax.Array) -> None:
