@@ -105,7 +105,7 @@ def combine(
   )(*operands)
 
 
-def _layout(dim: int) -> plgpu.Layout:
+def _layout(dim: int) -> Any:
   return plgpu.Layout.WG_STRIDED((dim,), vec_size=dim // 128)
 
 

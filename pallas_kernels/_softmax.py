@@ -1,5 +1,6 @@
 """Attention over keys in several arrays, in plain jnp, for both references."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -30,7 +31,8 @@ def weights(
   # -inf - (-inf) would be NaN.
   highest = jnp.where(highest == -jnp.inf, 0.0, highest)
   found = [jnp.exp(block - highest) for block in blocks]
-  return found, sum(jnp.sum(w, axis=-1, keepdims=True) for w in found)
+  sums = [jnp.sum(w, axis=-1, keepdims=True) for w in found]
+  return found, functools.reduce(jnp.add, sums)
 
 
 def mix(spec: str, weights: jax.Array, values: jax.Array) -> jax.Array:

@@ -151,7 +151,7 @@ def device_loop(
   iterations: int,
   unroll: int = 1,
   in_place: bool = False,
-) -> Callable[..., Any]:
+) -> jax.stages.Wrapped:
   """A jitted function that makes `iterations * unroll` calls in a row.
 
   It takes the inputs and the output of a first call and returns both, the
@@ -347,6 +347,7 @@ def _time_case(
     case.flops / ceilings.product_flops_per_second,
   )
   inputs = case.make_inputs(jax.random.key(0))
+  assert prepared.kernel and prepared.reference  # `run_case` saw them
   kernel = prepared.kernel.seconds(case.kernel, inputs)
   reference = prepared.reference.seconds(case.reference, inputs)
   net = kernel - ceilings.loop_seconds / prepared.kernel.unroll

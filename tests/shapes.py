@@ -19,9 +19,15 @@ import numpy as np
 from jaxtyping import install_import_hook, jaxtyped
 
 _TRAINING = 'drafter drafting loop packing rollouts target validation'.split()
+_OPS = (
+  'cache_compact draft_attention expert_mlp tree_accept tree_build '
+  'verify_attention'
+).split()
 PACKAGES = (
   *(f'kdtree_jax.{name}' for name in ('decode', 'drafters', 'model', 'tree')),
   *(f'kdtree_jax.training.{module}' for module in _TRAINING),
+  # Their entries, `api`, refuse wrong shapes themselves, with ValueError.
+  *(f'pallas_kernels.{op}.reference' for op in _OPS),
 )
 
 

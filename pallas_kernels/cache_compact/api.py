@@ -1,6 +1,6 @@
 """The one entry to committing accepted rows to the cache."""
 
-import jax
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import _checks, _dispatch
 from pallas_kernels.cache_compact import reference
@@ -15,13 +15,13 @@ _IMPLEMENTATIONS = {
 
 
 def cache_compact(
-  cache: jax.Array,
-  rows: jax.Array,
-  path: jax.Array,
-  start: jax.Array,
+  cache: Float[Array, 'L B S C'],
+  rows: Float[Array, 'L B N C'],
+  path: Int32[Array, 'B W'],
+  start: Int32[Array, ' B'],
   *,
   implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, 'L B S C']:
   """Writes the rows on `path` after the committed rows, in every layer.
 
   `cache[l, b, start[b] + w] = rows[l, b, path[b, w]]` for w in 0..W-1. All W

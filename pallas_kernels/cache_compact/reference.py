@@ -3,14 +3,18 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int32
 
 # Beyond it a scatter: so many updates take minutes to compile.
 MAX_UPDATES = 32
 
 
 def cache_compact(
-  cache: jax.Array, rows: jax.Array, path: jax.Array, start: jax.Array
-) -> jax.Array:
+  cache: Float[Array, 'L B S C'],
+  rows: Float[Array, 'L B N C'],
+  path: Int32[Array, 'B W'],
+  start: Int32[Array, ' B'],
+) -> Float[Array, 'L B S C']:
   """See `pallas_kernels.cache_compact.api.cache_compact`."""
   path = jnp.clip(path, 0, rows.shape[2] - 1)
   accepted = jnp.take_along_axis(rows, path[None, :, :, None], axis=2)

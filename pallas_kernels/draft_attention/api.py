@@ -11,7 +11,7 @@ for the product with them.
 
 import math
 
-import jax
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import _checks, _dispatch
 from pallas_kernels.draft_attention import mosaic_gpu, reference
@@ -27,10 +27,10 @@ _IMPLEMENTATIONS = {
 
 
 def draft_attention(
-  query: jax.Array,
-  context: jax.Array,
-  rows: jax.Array,
-  lengths: jax.Array,
+  query: Float[Array, 'B slots kv_heads group head_dim'],
+  context: Float[Array, 'drafter_layers B S keys_values'],
+  rows: Float[Array, 'B slots keys_values'],
+  lengths: Int32[Array, ' B'],
   *,
   layer: int,
   scale: float,
@@ -38,7 +38,7 @@ def draft_attention(
   window: int | None = None,
   window_from_root: bool = False,
   implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, 'B slots kv_heads group head_dim']:
   """Attention of one block over the committed context and the block.
 
   Slot w stands at position `lengths[b] + w`. It sees the first `lengths[b]`

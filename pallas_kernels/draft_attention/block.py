@@ -255,7 +255,7 @@ def _score(block: Block, slot) -> jax.Array:
   return pl.run_scoped(compute, plgpu.ACC((ROWS, KEYS), jnp.float32))
 
 
-def _multiply(block: Block, acc: jax.Array, slot) -> jax.Array:
+def _multiply(block: Block, acc: jax.Array, slot) -> Any:
   """Returns acc + P V with the values in a slot."""
 
   def compute(ref):
@@ -269,7 +269,7 @@ def _multiply(block: Block, acc: jax.Array, slot) -> jax.Array:
     compute(ref)
     return ref[...]
 
-  return acc + pl.run_scoped(fresh, plgpu.ACC(acc.shape, acc.dtype))
+  return acc + pl.run_scoped(fresh, plgpu.ACC((ROWS, acc.shape[1]), acc.dtype))
 
 
 def _step(block: Block, i, carry):

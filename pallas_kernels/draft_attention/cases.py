@@ -19,7 +19,7 @@ from pallas_kernels.draft_attention import api, mosaic_gpu
 _DIM = 128
 _LAYERS, LAYER = 2, 1
 _CAPACITY = 32832
-SMALL_STATIC = {
+SMALL_STATIC: dict[str, Any] = {
   'scale': _DIM**-0.5,
   'causal': False,
   'window': None,
@@ -167,8 +167,9 @@ def small_inputs(
 ) -> tuple[jax.Array, ...]:
   """Inputs with NaN in all rows that must not be read."""
   shape = (_LAYERS, capacity, heads, group, _DIM)
-  *values, lengths = make_arrays(slots, lengths, shape, random_generator(key))
-  return (*(jnp.asarray(a, jnp.bfloat16) for a in values), jnp.asarray(lengths))
+  *values, committed = make_arrays(slots, lengths, shape, random_generator(key))
+  arrays = (jnp.asarray(a, jnp.bfloat16) for a in values)
+  return *arrays, jnp.asarray(committed)
 
 
 def make_arrays(

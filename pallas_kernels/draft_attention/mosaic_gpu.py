@@ -138,7 +138,7 @@ def _run(
   def body(*refs):
     block.body(plan, *refs)
 
-  outputs = plgpu.kernel(
+  part, lse = plgpu.kernel(
     body,
     out_type=(
       jax.ShapeDtypeStruct((*shape, block.DIM), query.dtype),
@@ -160,7 +160,8 @@ def _run(
     return plan.row_of(lax.div(row, heads), lax.rem(row, heads))
 
   return _combine.combine(
-    *outputs,
+    part,
+    lse,
     plan.slots * heads,
     plan.interpret,
     source=source,

@@ -1,24 +1,24 @@
 """A drafter's attention in plain jnp: two key blocks, one softmax."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import _softmax
 
 
 def draft_attention(
-  query: jax.Array,
-  context: jax.Array,
-  rows: jax.Array,
-  lengths: jax.Array,
+  query: Float[Array, 'B slots kv_heads group head_dim'],
+  context: Float[Array, 'drafter_layers B S keys_values'],
+  rows: Float[Array, 'B slots keys_values'],
+  lengths: Int32[Array, ' B'],
   *,
   layer: int,
   scale: float,
   causal: bool,
   window: int | None,
   window_from_root: bool,
-) -> jax.Array:
+) -> Float[Array, 'B slots kv_heads group head_dim']:
   """See `pallas_kernels.draft_attention.api.draft_attention`."""
   _, slots, heads, _, dim = query.shape
   position = np.arange(context.shape[2], dtype=np.int32)

@@ -1,6 +1,6 @@
 """The one entry to the experts, routed and shared."""
 
-import jax
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import _checks, _dispatch, dense
 from pallas_kernels.expert_mlp import mosaic_gpu, reference, training
@@ -16,15 +16,15 @@ _IMPLEMENTATIONS = {
 
 
 def expert_mlp(
-  x: jax.Array,
-  gate_up: jax.Array | QuantizedArray,
-  down: jax.Array | QuantizedArray,
-  expert_ids: jax.Array,
-  expert_weights: jax.Array,
+  x: Float[Array, 'rows M'],
+  gate_up: Float[Array, 'E gate_up M'] | QuantizedArray,
+  down: Float[Array, 'E M inner'] | QuantizedArray,
+  expert_ids: Int32[Array, 'rows K'],
+  expert_weights: Float32[Array, 'rows K'],
   *,
   shared: dense.Weights | None = None,
   implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, 'rows M']:
   """A dropless mixture of SwiGLU experts.
 
   y_t = sum_k w_tk down_e(silu(gate_e x_t) * up_e x_t) with e = expert_ids[t, k]

@@ -69,8 +69,16 @@ def small_cases() -> list[Case]:
   ]
 
 
+# Experts, hidden size and inner size.
+_Model = tuple[int, int, int]
+
+
 def _case(
-  name: str, tokens: int, choices: int, model: tuple, shared: int = 0
+  name: str,
+  tokens: int,
+  choices: int,
+  model: tuple[int, int, int],
+  shared: int = 0,
 ) -> Case:
   experts, hidden, inner = model
   pairs = tokens * choices
@@ -117,8 +125,16 @@ def run_small(
 
 
 def _run(implementation: str, *inputs: Any) -> jax.Array:
-  *inputs, shared = inputs
-  return api.expert_mlp(*inputs, shared=shared, implementation=implementation)
+  x, gate_up, down, ids, weights, shared = inputs
+  return api.expert_mlp(
+    x,
+    gate_up,
+    down,
+    ids,
+    weights,
+    shared=shared,
+    implementation=implementation,
+  )
 
 
 def small_inputs(
@@ -145,8 +161,12 @@ def small_inputs(
 
 
 def _inputs(
-  tokens: int, choices: int, model: tuple, shared: int, key: jax.Array
-) -> tuple:
+  tokens: int,
+  choices: int,
+  model: tuple[int, int, int],
+  shared: int,
+  key: jax.Array,
+) -> tuple[Any, ...]:
   """Random values of unit variance, so that no product is special."""
   experts, hidden, inner = model
   keys = jax.random.split(key, 8)

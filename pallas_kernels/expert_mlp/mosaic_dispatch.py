@@ -26,6 +26,7 @@ from pallas_kernels._hopper import (
   LANES,
   SHARED_BYTES,
   WARPGROUP,
+  strided,
 )
 from pallas_kernels._padding import round_up
 from pallas_kernels.expert_mlp import tiles
@@ -147,8 +148,8 @@ def dispatch(
   )
   x = x.reshape(tokens, *pieces)
   *tables, rows, indices = kernel(columns, weights, x)
-  indices = [(jnp.maximum(row, 0), row >= 0) for row in indices]
-  return tuple(tables), rows.reshape(capacity, hidden), indices
+  combine: CombineIndices = [(jnp.maximum(row, 0), row >= 0) for row in indices]
+  return tuple(tables), rows.reshape(capacity, hidden), combine
 
 
 def _kernel(
@@ -239,7 +240,10 @@ def _each(first, end, step, body):
 
 def _write_masks(ids, masks, tokens):
   """Turns the experts `[K, T]` of some tokens into sets `[E / 32, T]`."""
-  columns = [ids[k, tokens] for k in range(ids.shape[0])]
+  layout = strided(tokens.size)
+  columns = [
+    plgpu.load(ids.at[k, tokens], layout=layout) for k in range(ids.shape[0])
+  ]
   bits = [lax.shift_left(jnp.ones_like(c), c & 31) for c in columns]
   columns = [c >> 5 for c in columns]
 

@@ -130,7 +130,8 @@ def run(
   """
   if reason := why_not(x, gate_up, down, expert_ids):
     raise ValueError(reason)
-  config = config or tiles.tile_config(*expert_ids.shape, down.shape[0])
+  tokens, choices = expert_ids.shape
+  config = config or tiles.tile_config(tokens, choices, down.shape[0])
   inputs = x, gate_up, down, expert_ids, expert_weights
   if shared is None or not _why_not_shared(
     shared, config, x.shape[0], *down.shape
@@ -166,7 +167,8 @@ def _run(
   """See `run`; jitted by itself, so that equal layers are lowered once."""
   experts, hidden, inner = down.shape
   number = shared[0].shape[0] // inner if shared else 0
-  shape = tiles.Shape(experts, hidden, inner, *expert_ids.shape, number)
+  tokens, choices = expert_ids.shape
+  shape = tiles.Shape(experts, hidden, inner, tokens, choices, number)
   dispatch_rows = _dispatch_dense if config.dense else _dispatch_grouped
   tables, columns, indices, rows = dispatch_rows(
     shape, config, interpret, x, expert_ids, expert_weights
@@ -174,11 +176,13 @@ def _run(
   # Views that cost nothing, in which tiles of 64 rows do not cross the first
   # axis.
   across = hidden // _TILE
-  up_weights = [gate_up.reshape(experts * 2, inner, hidden)]
-  down_weights = [down.reshape(experts * across, _TILE, inner)]
+  up_weights: list[Any] = [gate_up.reshape(experts * 2, inner, hidden)]
+  down_weights: list[Any] = [down.reshape(experts * across, _TILE, inner)]
   if shared:
-    up_weights += shared[:2]
-    down_weights += [shared[2].reshape(across, _TILE, -1)]
+    gate, up, last = shared
+    assert isinstance(last, jax.Array)  # `_why_not_shared`
+    up_weights += [gate, up]
+    down_weights += [last.reshape(across, _TILE, -1)]
   call = functools.partial(_call, shape, config, interpret, tables)
   activation = call(
     projections.up, (1, rows, inner), jnp.bfloat16, columns, *up_weights

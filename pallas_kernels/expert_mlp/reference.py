@@ -3,19 +3,20 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import dense
 from pallas_kernels.quantized import QuantizedArray, dequantize
 
 
 def expert_mlp(
-  x: jax.Array,
-  gate_up: jax.Array | QuantizedArray,
-  down: jax.Array | QuantizedArray,
-  expert_ids: jax.Array,
-  expert_weights: jax.Array,
+  x: Float[Array, 'rows M'],
+  gate_up: Float[Array, 'E gate_up M'] | QuantizedArray,
+  down: Float[Array, 'E M inner'] | QuantizedArray,
+  expert_ids: Int32[Array, 'rows K'],
+  expert_weights: Float32[Array, 'rows K'],
   shared: dense.Weights | None = None,
-) -> jax.Array:
+) -> Float[Array, 'rows M']:
   """See `pallas_kernels.expert_mlp.api.expert_mlp`."""
 
   def step(total, expert):

@@ -1,6 +1,6 @@
 """The one entry to accepting tokens of a draft tree."""
 
-import jax
+from jaxtyping import Array, Int32
 
 from pallas_kernels import _checks, _dispatch
 from pallas_kernels.tree_accept import mosaic_gpu, reference
@@ -17,10 +17,10 @@ _IMPLEMENTATIONS = {
 
 
 def tree_accept(
-  tokens: jax.Array,
-  parents: jax.Array,
-  num_nodes: jax.Array,
-  target_tokens: jax.Array,
+  tokens: Int32[Array, 'B N'],
+  parents: Int32[Array, 'B N'],
+  num_nodes: Int32[Array, ' B'],
+  target_tokens: Int32[Array, 'B N'],
   *,
   max_depth: int,
   implementation: str | None = None,

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._hopper import LANES, WARPGROUP
+from pallas_kernels._hopper import LANES, WARPGROUP, strided
 from pallas_kernels._padding import round_up
 from pallas_kernels.tree_accept.reference import AcceptArrays
 
@@ -73,17 +73,17 @@ def _walk_kernel(
 ):  # fmt: skip
   """Walks one tree: each step looks at all nodes at once for the child."""
   row = lax.axis_index('row')
-  for source, copy in (
-    (parents_ref, parents), (tokens_ref, tokens), (target_ref, target)
-  ):  # fmt: skip
-    _copy_row(source, row, copy, n)
-  index = lax.iota(jnp.int32, parents.shape[0])
+  pairs = (parents_ref, parents), (tokens_ref, tokens), (target_ref, target)
+  _copy_rows(pairs, row, n)
+  layout = strided(parents.shape[0])
+  index = plgpu.layout_cast(lax.iota(jnp.int32, parents.shape[0]), layout)
   # Entries of the copies from the n-th on are never a node.
   last = jnp.minimum(num_nodes_ref[row], n)
 
   def step(state):
     depth, node, _ = state
-    child = (parents[...] == node) & (tokens[...] == target[node])
+    above, own = (plgpu.load(x, layout=layout) for x in (parents, tokens))
+    child = (above == node) & (own == target[node])
     child &= index < last
     first = jnp.min(jnp.where(child, index, n))
     found = first < n
@@ -110,19 +110,32 @@ def _walk_kernel(
   next_out[row] = target[node]
 
 
-def _copy_row(source, row, target, n):
-  """Copies `source[row, :n]`; rows start anywhere, so in 128-wide blocks.
-
-  (Wider ones would load several entries a thread at once, which rows of an odd
-  length do not align for.) The last block overlaps the one before it.
-  """
-  if n < LANES:
-    for first in range(0, n, _IN_FLIGHT):
-      at = range(first, min(first + _IN_FLIGHT, n))
-      loaded = [source[row, i] for i in at]
-      for i, x in zip(at, loaded, strict=True):
-        target[i] = x
+def _copy_rows(pairs, row, n):
+  """Copies `source[row, :n]` to `target` for some pairs of the two."""
+  if n >= LANES:
+    for source, target in pairs:
+      _copy_row(source, row, target, n)
     return
+
+  # One loop over all pairs: unrolled, it is most of what there is to lower.
+  def step(i, _):
+    # Beyond the end the last entry is copied again.
+    at = [jnp.minimum(i * _IN_FLIGHT + k, n - 1) for k in range(_IN_FLIGHT)]
+    loaded = [[source[row, k] for k in at] for source, _ in pairs]
+    for (_, target), values in zip(pairs, loaded, strict=True):
+      for k, x in zip(at, values, strict=True):
+        target[k] = x
+
+  lax.fori_loop(0, pl.cdiv(n, _IN_FLIGHT), step, None)
+
+
+def _copy_row(source, row, target, n):
+  """Copies `source[row, :n]`, n at least 128, in 128-wide blocks.
+
+  Rows start anywhere: wider blocks would load several entries a thread at once,
+  which rows of an odd length do not align for. The last block overlaps the one
+  before it.
+  """
   starts = [min(i, n - LANES) for i in range(0, n, LANES)]
   for first in range(0, len(starts), _IN_FLIGHT):
     at = [pl.ds(i, LANES) for i in starts[first : first + _IN_FLIGHT]]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int32
 
 
 class AcceptArrays(NamedTuple):
@@ -17,10 +18,10 @@ class AcceptArrays(NamedTuple):
 
 
 def tree_accept(
-  tokens: jax.Array,
-  parents: jax.Array,
-  num_nodes: jax.Array,
-  target_tokens: jax.Array,
+  tokens: Int32[Array, 'B N'],
+  parents: Int32[Array, 'B N'],
+  num_nodes: Int32[Array, ' B'],
+  target_tokens: Int32[Array, 'B N'],
   *,
   max_depth: int,
 ) -> AcceptArrays:

@@ -1,6 +1,6 @@
 """The one entry to building draft trees."""
 
-import jax
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import _checks, _dispatch
 from pallas_kernels._bits import ancestors_from_parents
@@ -16,8 +16,8 @@ _IMPLEMENTATIONS = {
 
 
 def tree_build(
-  logits: jax.Array,
-  root: jax.Array,
+  logits: Float[Array, 'B D V'],
+  root: Int32[Array, ' B'],
   *,
   budget: int,
   implementation: str | None = None,

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _bits
 from pallas_kernels._float_order import HIGHEST
-from pallas_kernels._hopper import LANES, WARPGROUP
+from pallas_kernels._hopper import LANES, WARPGROUP, strided
 from pallas_kernels._padding import round_up
 from pallas_kernels.tree_build.mosaic_common import (
   DEPTH_BITS,
@@ -91,13 +91,14 @@ def _grow_kernel(
   row = lax.axis_index('row')
   slots = child['hi'].shape[0]
   copy_row(log_q_ref, row, log_q)
-  iota = lax.iota(jnp.int32, parent_out.shape[1])
+  size = parent_out.shape[1]
+  iota = plgpu.layout_cast(lax.iota(jnp.int32, size), strided(size))
   for name, value in (('parents', -1), ('places', 0), ('depths', 0)):
     node[name][...] = jnp.where(iota < 0, 0, value)
   node['scores'][...] = jnp.where(iota == 0, 0, DEAD)
   for word, row_bits in enumerate(ancestors):
     row_bits[...] = jnp.where(iota == 0, 1 if word == 0 else 0, 0)
-  iota = lax.iota(jnp.int32, slots)
+  iota = plgpu.layout_cast(lax.iota(jnp.int32, slots), strided(slots))
   for name in ('next_rank', 'hi', 'lo', 'used'):
     node[name][0] = jnp.int32(0)
   child['hi'][0] = jnp.int32(0)
@@ -106,7 +107,7 @@ def _grow_kernel(
   def untie(left):
     """The slot of the lexicographically first of those `left`."""
     for word in ('hi', 'lo'):
-      x = child[word][...]
+      x = plgpu.load(child[word], layout=strided(slots))
       left &= x == jnp.min(jnp.where(left, x, HIGHEST))
     return jnp.sum(jnp.where(left, iota, 0))
 

@@ -9,6 +9,7 @@ pass. Where many slices leave many candidates, the kernel runs again on those.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,9 @@ def sorted_by_rank(keys, ids, count):
   )
 
 
-def inverse(rank: jax.Array, count: int, values: jax.Array) -> jax.Array:
+def inverse(
+  rank: jax.Array, count: int, values: jax.Array | np.ndarray
+) -> jax.Array:
   """`[R, count]` of the int32 `values` `[R or 1, n]` at ranks 0..count-1."""
   wanted = np.arange(count, dtype=np.int32)[None, :, None]
   here = jnp.where(rank[:, None, :] == wanted, values[:, None, :], 0)
@@ -122,8 +125,11 @@ def _select_pass(x, ids, count, capacity, n, columns, interpret):
   parts = length // n
   has_ids = ids is not None
   out = jax.ShapeDtypeStruct((rows, parts * capacity), jnp.int32)
-  smem = functools.partial(plgpu.SMEM, dtype=jnp.int32)
-  scratch = dict(
+
+  def smem(shape):
+    return plgpu.SMEM(shape, jnp.int32)
+
+  scratch: dict[str, Any] = dict(
     keys=smem((n,)),
     column=dict.fromkeys(('many', 'first', 'last'), smem((columns,))),
     passing=smem((columns + WARPS * _UNROLL,)),
@@ -163,12 +169,13 @@ def _select_kernel(
     group = range(first, min(first + _IN_FLIGHT, blocks))
     at = [pl.ds(base + j * size, size) for j in group]
     loaded = [x_ref[row, s] for s in at]
-    loaded_ids = [ids_ref[row, s] for s in at] if has_ids else []
+    loaded_ids = [] if ids_ref is None else [ids_ref[row, s] for s in at]
     loaded = loaded if has_ids else [_key_of_float(x) for x in loaded]
     for j, x in zip(group, loaded, strict=True):
       keys[pl.ds(j * size, size)] = x
       best = x if best is None else jnp.maximum(best, x)
     for j, x in zip(group, loaded_ids, strict=False):
+      assert own_ids is not None
       own_ids[pl.ds(j * size, size)] = x
   block = functools.partial(_block, keys, own_ids, size)
   low, bound = _threshold(block, blocks, best, count, capacity)
@@ -201,7 +208,7 @@ def _select_kernel(
       ]
       index = [found[lists + e] for e in entry]
       key = [keys[i] for i in index]
-      token = [own_ids[i] if has_ids else base + i for i in index]
+      token = [base + i if own_ids is None else own_ids[i] for i in index]
       for e, k, t in zip(entry, key, token, strict=True):
         key_out[row, out + start + e] = k
         id_out[row, out + start + e] = t

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import _bits
 
@@ -55,7 +56,7 @@ class _Level(NamedTuple):
 
 
 def tree_build(
-  logits: jax.Array, root: jax.Array, *, budget: int
+  logits: Float[Array, 'B D V'], root: Int32[Array, ' B'], *, budget: int
 ) -> TreeArrays:
   """See `pallas_kernels.tree_build.api.tree_build`."""
   num_ranks = min(budget, logits.shape[2])

@@ -11,7 +11,7 @@ for the product with the values.
 
 import math
 
-import jax
+from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels import _bits, _checks, _dispatch
 from pallas_kernels.verify_attention import mosaic_gpu, reference, training
@@ -30,17 +30,17 @@ _IMPLEMENTATIONS = {
 
 
 def verify_attention(
-  query: jax.Array,
-  cache: jax.Array,
-  rows: jax.Array,
-  lengths: jax.Array,
+  query: Float[Array, 'B N H C'],
+  cache: Float[Array, 'L B S C'],
+  rows: Float[Array, 'B N C'],
+  lengths: Int32[Array, ' B'],
   *,
   layer: int,
   value_dim: int,
   scale: float,
-  ancestors: jax.Array | None,
+  ancestors: UInt32[Array, 'B N words'] | None,
   implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, 'B N H R']:
   """Attention of N new nodes over the committed prefix and each other.
 
   A node sees the first `lengths[b]` rows of `cache[layer, b]` and the new rows

@@ -268,7 +268,7 @@ def _clean(block: Block, s: jax.Array, tile: jax.Array, slot) -> None:
     lax.fori_loop(0, 2 * chunks, clean, None)
 
 
-def _softmax(block: Block, s, i, slot: int, zero, m, total):
+def _softmax(block: Block, s, i, slot: int | jax.Array, zero, m, total):
   """Turns the i-th tile's scores into weights for the value warpgroups.
 
   Args:
@@ -369,7 +369,7 @@ def _score_warpgroup(block: Block, lse) -> None:
   plgpu.wait_smem_to_gmem(0)
 
 
-def _multiply(acc: jax.Array, a, b, interpret) -> jax.Array:
+def _multiply(acc: jax.Array, a, b, interpret) -> Any:
   """Returns acc + a b, computed on tensor cores."""
 
   def compute(ref):
@@ -383,7 +383,7 @@ def _multiply(acc: jax.Array, a, b, interpret) -> jax.Array:
     compute(ref)
     return ref[...]
 
-  return acc + pl.run_scoped(fresh, plgpu.ACC(acc.shape, acc.dtype))
+  return acc + pl.run_scoped(fresh, plgpu.ACC((ROWS, acc.shape[1]), acc.dtype))
 
 
 def _value_warpgroup(block: Block, out, h: int | jax.Array) -> None:

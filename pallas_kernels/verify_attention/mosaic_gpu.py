@@ -189,7 +189,8 @@ def _run(
   )(*operands)
   if plan.splits > 1:
     return _combine.combine(
-      *outputs,
+      outputs[0],
+      outputs[1],
       num_rows,
       plan.interpret,
       used=used,

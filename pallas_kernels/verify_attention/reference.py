@@ -1,23 +1,23 @@
 """Verify attention in plain jnp: two key blocks, one softmax."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels import _bits, _softmax
 
 
 def verify_attention(
-  query: jax.Array,
-  cache: jax.Array,
-  rows: jax.Array,
-  lengths: jax.Array,
+  query: Float[Array, 'B N H C'],
+  cache: Float[Array, 'L B S C'],
+  rows: Float[Array, 'B N C'],
+  lengths: Int32[Array, ' B'],
   *,
   layer: int,
   value_dim: int,
   scale: float,
-  ancestors: jax.Array | None,
-) -> jax.Array:
+  ancestors: UInt32[Array, 'B N words'] | None,
+) -> Float[Array, 'B N H R']:
   """See `pallas_kernels.verify_attention.api.verify_attention`."""
   n = query.shape[1]
   position = np.arange(cache.shape[2], dtype=np.int32)
