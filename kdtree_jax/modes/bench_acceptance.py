@@ -212,7 +212,7 @@ class _Bench:
         lines.append(line | {'match': match})
         if write is not None:
           write(lines[-1])
-      advance(count)
+      advance(count, None)
     if lines:
       tokens = sum(sum(line['acceptance_lengths']) for line in lines)
       rounds = sum(len(line['acceptance_lengths']) for line in lines)
