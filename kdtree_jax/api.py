@@ -62,7 +62,7 @@ class Target:
   params: Any
   dtype: Any
   stop_ids: tuple[int, ...]
-  golden: dict[str, np.ndarray]
+  golden: Mapping[str, np.ndarray]
   tokenizer: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
   @functools.cached_property
@@ -85,7 +85,7 @@ class LoadedDrafter:
 
 
 def load_target(
-  path: str | os.PathLike,
+  path: str | os.PathLike[str],
   dtype: str = 'float32',
   weights: str = 'as_stored',
   progress: huggingface.Progress | None = None,
@@ -172,7 +172,7 @@ def random_target(
 
 
 def load_drafter(
-  path_or_name: str | os.PathLike,
+  path_or_name: str | os.PathLike[str],
   target: Target,
   block_size: int | None = None,
   attention_factor: float | None = None,
@@ -218,7 +218,7 @@ def load_drafter(
   path = pathlib.Path(path_or_name)
   if _is_bundle(path):
     bundle = kdtr.read_bundle(path)
-    if bundle.drafter is None:
+    if bundle.drafter is None or bundle.drafter_config is None:
       raise UserError(f'{path}: the bundle holds no drafter')
     config, source = bundle.drafter_config, MappingSource(bundle.drafter)
     # In a file with both, the recipe is the target's.
@@ -290,7 +290,9 @@ def _check_trained_for(
 ) -> None:
   """Refuses a drafter whose recipe names another target."""
   stated = recipe.get('target')
-  weights = stated.get('weights') if isinstance(stated, Mapping) else None
+  if not isinstance(stated, Mapping):
+    return
+  weights = stated.get('weights')
   if isinstance(weights, str) and weights != target.digest:
     raise UserError(
       f'drafter {name}: was trained for the target {stated.get("name")} with '

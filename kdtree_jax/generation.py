@@ -274,7 +274,7 @@ def collect(
   """
   committed, own = ([[] for _ in range(batch)] for _ in range(2))
   active = np.zeros(batch, np.bool_)
-  begin = time.perf_counter()
+  begin = middle = time.perf_counter()
   for state, trace in steps:
     if trace is None:
       middle = time.perf_counter()

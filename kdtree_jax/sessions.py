@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import jax
 import numpy as np
@@ -142,38 +142,44 @@ class Stream:
     request = self._request
     _check_kept(request, 'stream')
     if not self._filled:
-      if self._due is None:
-        self._take(self._fill, self._host.prompt_length)
-      self._wait('prefill')
+      due = self._due or self._take(self._fill, self._host.prompt_length)
+      self._wait('prefill', due)
       with _uninterrupted():
         self._host = HostState.of(request.state)
         self._filled, self._due = True, None
     if self._update is None:
-      if self._due is None:
+      due = self._due
+      if due is None:
         if self._host.done.all():
           raise StopIteration
         count = jax.device_put(np.int32(self._rounds_per_step))
-        self._take(self._step, self._host.length, count)
-      self._wait('decode')
+        due = self._take(self._step, self._host.length, count)
+      self._wait('decode', due)
+      before, _ = due
       with _uninterrupted():
-        before, _ = self._due
         request.state, self._host = self._stop_at_strings(request.state, before)
         self._update, self._due = self._committed(before), None
     update, self._update = self._update, None
     return update
 
-  def _take(self, program: Any, before: np.ndarray, *operands: Any) -> None:
-    """Begins a step, which makes its update due."""
+  def _take(
+    self,
+    program: Callable[..., DecodeState],
+    before: np.ndarray,
+    *operands: jax.Array,
+  ) -> tuple[np.ndarray, float]:
+    """Begins a step, makes its update due and returns what is due."""
     request = self._request
     with _uninterrupted():
       begin = time.perf_counter()
       request.state = program(request.params, request.state, *operands)
-      self._due = before, begin
+      self._due = due = before, begin
+    return due
 
-  def _wait(self, kind: str) -> None:
+  def _wait(self, kind: str, due: tuple[np.ndarray, float]) -> None:
     """Waits for the current step and adds its time."""
     jax.block_until_ready(self._request.state)
-    before, begin = self._due
+    before, begin = due
     now = time.perf_counter()
     spent = getattr(self._seconds, kind) + now - begin
     # If Ctrl-C follows, the next wait must not count this time again.
@@ -270,10 +276,11 @@ class Conversation:
     ids, options = integers(ids, 'ids'), self._options
     if max_new_tokens is not None:
       options = dataclasses.replace(options, max_new_tokens=max_new_tokens)
-    if self._length == 0:
+    request = self._request
+    if request is None or self._length == 0:
       request = prepare(self._target, self._drafter, [ids], options)
     else:
-      request = self._continued(ids, options)
+      request = self._continued(request, ids, options)
     fill, loop, compiled = drivers.decode_programs(
       request.engine, request.params, request.state
     )
@@ -292,9 +299,10 @@ class Conversation:
     self._length = len(result.prompt_ids) + len(result.output_ids)
     return result
 
-  def _continued(self, ids: list[int], options: GenerateOptions) -> Request:
+  def _continued(
+    self, request: Request, ids: list[int], options: GenerateOptions
+  ) -> Request:
     """The request for a turn after the last answered one."""
-    request = self._request
     _check_kept(request, 'conversation')
     capacity, config = request.engine.decode.capacity, request.engine.config
     check_prompt(ids, config.vocab_size, capacity)
@@ -330,7 +338,7 @@ def _uninterrupted() -> Iterator[None]:
     return
   came = False
 
-  def note(*_: Any) -> None:
+  def note(*_: object) -> None:
     nonlocal came
     came = True
 

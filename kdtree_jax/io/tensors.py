@@ -308,6 +308,12 @@ class MappingSource(TensorSource):
   def view(self, name: str) -> np.ndarray:
     return self._find(name)
 
+  def prefetch(self, names: Iterable[str]) -> None:
+    """Does nothing: the tensors are in memory."""
+
+  def release(self, name: str) -> None:
+    """Does nothing: the tensors stay in memory."""
+
 
 def _folder_files(
   folder: pathlib.Path,

@@ -101,7 +101,9 @@ def _dtype(flags: BenchFlags) -> str:
   return 'bfloat16' if jax.default_backend() == 'gpu' else 'float32'
 
 
-def _earlier(path: str | None, settings: dict[str, Any]) -> list[dict]:
+def _earlier(
+  path: str | None, settings: dict[str, Any]
+) -> list[dict[str, Any]]:
   """The records of a file that is continued; none without a file."""
   # Other kinds of files are only written.
   if path is None or file_kind(path) != 'file':
@@ -127,7 +129,7 @@ def _measure(
   flags: BenchFlags,
   ranges: _Ranges,
   missing: list[SweepPoint],
-  records: list[dict],
+  records: list[dict[str, Any]],
 ) -> None:
   """Measures and appends to `records`; rewrites the file after each."""
   progress = _progress()
@@ -169,7 +171,7 @@ def _once(path: str | None) -> bool:
   return path is not None and file_kind(path) == 'special'
 
 
-def _write(path: str | None, records: list[dict]) -> None:
+def _write(path: str | None, records: list[dict[str, Any]]) -> None:
   if path is not None:
     write_jsonl(path, [*records, *report.computed(records)])
 

@@ -99,7 +99,7 @@ def _check(flags: BenchAcceptanceFlags) -> None:
 def _check_tables(output: str | None) -> None:
   """Refuses a new `--output` whose tables would replace a file."""
   path = tables_path(output)
-  if path is None:
+  if output is None or path is None:
     return
   if file_kind(path) is not None and file_kind(output) is None:
     raise UserError(
@@ -212,7 +212,7 @@ class _Bench:
         lines.append(line | {'match': match})
         if write is not None:
           write(lines[-1])
-      advance(count)
+      advance(count, None)
     if lines:
       tokens = sum(sum(line['acceptance_lengths']) for line in lines)
       rounds = sum(len(line['acceptance_lengths']) for line in lines)
@@ -302,7 +302,7 @@ class _Bench:
     return line
 
 
-def _key(record: dict[str, Any]) -> tuple:
+def _key(record: dict[str, Any]) -> tuple[object, ...]:
   """Identifies a run; all but the last entry is its prompt and sampling."""
   names = ('method', 'tree_budget', 'keep_top1_chain', 'forced')
   sampling = record['id'], record['temperature'], record['seed']

@@ -86,7 +86,7 @@ class InOrder:
   def __enter__(self) -> 'InOrder':
     return self
 
-  def __exit__(self, *_: Any) -> None:
+  def __exit__(self, *_: object) -> None:
     while self._keys:
       self._pass()
 

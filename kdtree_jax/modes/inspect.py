@@ -70,7 +70,7 @@ def run(flags: InspectFlags) -> int:
   return 0
 
 
-def describe(path: os.PathLike | str) -> str:
+def describe(path: os.PathLike[str] | str) -> str:
   """Describes a `.kdtr` bundle or the folder of a checkpoint.
 
   Reads only configs and headers of a checkpoint, but all of a bundle, to check
@@ -297,7 +297,7 @@ def _size_lines(rows: list[_Row], config: ModelConfig | None) -> list[str]:
   return [line, *lines, f'bytes by kind: {_amounts(kinds)}']
 
 
-def _amounts(counter: collections.Counter) -> str:
+def _amounts(counter: collections.Counter[str]) -> str:
   return ', '.join(f'{key} {size:,}' for key, size in sorted(counter.items()))
 
 
@@ -349,7 +349,7 @@ def _rows(source: TensorSource, names: Iterable[str]) -> list[_Row]:
   return rows
 
 
-def _natural(name: str) -> tuple:
+def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
   """A sort key that puts layer 10 after layer 9."""
   return tuple(
     (0, int(part), '') if part.isdecimal() else (1, 0, part)

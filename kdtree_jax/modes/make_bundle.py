@@ -26,6 +26,7 @@ def run(flags: MakeBundleFlags) -> int:
   check_output(path)
   with status(f'generating {variant}'):
     bundle = make_bundle(variant, flags.seed)
+    assert bundle.target is not None  # `make_bundle` fills it.
     write_bundle(path, bundle)
   print(
     f'wrote {path}: {variant}, {len(bundle.target)} tensors, '

@@ -161,7 +161,7 @@ def progress(total: int) -> Iterator[Callable[[int, str | None], None]]:
   with bar:
     task = bar.add_task('runs', total=total)
 
-    def advance(count: int, line: str | None = None) -> None:
+    def advance(count: int, line: str | None) -> None:
       bar.advance(task, count)
       if line is None:
         return
