@@ -13,7 +13,7 @@ from kdtree_jax.io.checkpoint_tensors import (
   tensor_shapes,
 )
 from kdtree_jax.io.files import JsonObject, show, show_more
-from kdtree_jax.io.finite import all_finite
+from kdtree_jax.io.finite import check_finite
 from kdtree_jax.io.tensors import FLOAT_DTYPES, dtype_name
 from kdtree_jax.io.tokenizer_files import TOKENIZER_FILES
 
@@ -130,7 +130,7 @@ def _check_weights(
         f'tensor {full} has dtype {value.dtype}; supported: '
         f'{", ".join(FLOAT_DTYPES)}'
       )
-    _check_finite(full, value)
+    check_finite(f'{section}/{name}', value)
 
 
 def _check_golden(tensors: Mapping[str, np.ndarray], vocab_size: int) -> None:
@@ -145,7 +145,7 @@ def _check_golden(tensors: Mapping[str, np.ndarray], vocab_size: int) -> None:
       if dtype not in FLOAT_DTYPES and dtype not in ('I32', 'I64'):
         raise BundleError(f'tensor {full} has the unsupported dtype {dtype}')
       if dtype in FLOAT_DTYPES:
-        _check_finite(full, value)
+        check_finite(f'golden/{name}', value)
       continue
     if dtype != 'I32' or value.ndim != 1:
       raise BundleError(
@@ -155,8 +155,3 @@ def _check_golden(tensors: Mapping[str, np.ndarray], vocab_size: int) -> None:
       raise BundleError(
         f'tensor {full} holds ids outside the vocabulary of {vocab_size}'
       )
-
-
-def _check_finite(name: str, value: np.ndarray) -> None:
-  if not all_finite(value):
-    raise BundleError(f'tensor {name} holds NaN or infinity')

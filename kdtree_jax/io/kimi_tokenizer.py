@@ -173,8 +173,7 @@ def special_tokens(
   Raises:
     TokenizerError: a broken file.
   """
-  if ranks is None:
-    ranks = _ranks(files.data[KIMI_FILE], files.where(KIMI_FILE))
+  ranks = ranks or _ranks(files.data[KIMI_FILE], files.where(KIMI_FILE))
   where, first = files.where(CONFIG_FILE), len(ranks)
   added = added_tokens(config, where)
   names: dict[str, int] = {}

@@ -318,12 +318,9 @@ def has_target(
   ahead = jnp.arange(1, depth + 1, dtype=jnp.int32)
   index = anchors.index[:, :, None] + ahead[None, None, :]
   length = batch.tokens.shape[1]
-  inside = index < length
-
-  def at(documents, index):
-    return documents[index]
-
-  reached = jax.vmap(at)(batch.segments, jnp.minimum(index, length - 1))
-  own = jax.vmap(at)(batch.segments, anchors.index)
+  reached = jnp.take_along_axis(
+    batch.segments[:, None, :], jnp.minimum(index, length - 1), axis=2
+  )
+  own = jnp.take_along_axis(batch.segments, anchors.index, axis=1)
   same = reached == own[:, :, None]
-  return inside & same & anchors.valid[:, :, None]
+  return (index < length) & same & anchors.valid[:, :, None]

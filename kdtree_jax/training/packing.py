@@ -61,12 +61,9 @@ def pack_bits(mask: Bool[Array, '*batch N']) -> UInt32[Array, '*batch words']:
   """Packs a mask into words; element 32 w + i is bit i of word w."""
   n = mask.shape[-1]
   padding = [(0, 0)] * (mask.ndim - 1) + [(0, -n % 32)]
-  words = jnp.pad(mask, padding).reshape(*mask.shape[:-1], -1, 32)
-  weights = np.uint32(1) << np.arange(32, dtype=np.uint32)
-  weights = weights.reshape((1,) * (words.ndim - 1) + (32,))
-  return jnp.sum(
-    jnp.where(words, weights, np.uint32(0)), axis=-1, dtype=jnp.uint32
-  )
+  octets = jnp.packbits(jnp.pad(mask, padding), axis=-1, bitorder='little')
+  octets = octets.reshape(*mask.shape[:-1], -1, 4)
+  return lax.bitcast_convert_type(octets, jnp.uint32)
 
 
 def gather_windows(

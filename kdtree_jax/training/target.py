@@ -186,12 +186,9 @@ def balance_experts(
   layers = [
     i for i in range(config.num_hidden_layers) if config.is_moe_layer(i)
   ]
-  params = dict(params)
+  # New dicts of the same arrays, so that the caller's stay as they are.
+  params = jax.tree.map(lambda x: x, params)
   for load, layer in zip(loads, layers, strict=True):
-    name = f'layers_{layer}'
-    block = dict(params[name])
-    mlp = dict(block['mlp'])
-    gate = dict(mlp['gate'])
+    gate = params[f'layers_{layer}']['mlp']['gate']
     gate[BIAS] = gate[BIAS] + step * jnp.sign(load.mean() - load)
-    mlp['gate'], block['mlp'], params[name] = gate, mlp, block
   return params
